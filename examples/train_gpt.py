@@ -42,6 +42,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tp_ext
+from tp_ext import planner
 from tp_ext.parallel import ParallelRun
 
 AUTOCAST = {"bfloat16": torch.bfloat16}
@@ -197,6 +198,7 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
             sys.exit(f"--steps: {options.steps} must be more than the {first_step} steps of the checkpoint")
 
     stop, log = StopSignals(), RunLog(options, first_step, rank)
+    plan, least = predicted(options, mesh, device) if options.plan else None, math.inf
     elements = sum(param.numel() for param in run.parameters())
     sizes = " x ".join(f"{name} {getattr(options, name)}" for name in MESH)
     log.print(f"{sizes} on {device.type}, {elements:,} parameters on rank 0")
@@ -206,7 +208,8 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
         batch = batch_of(train_text, step, options, device)
         with drawn_timeline(options, run, step == first_step + 2):
             loss = trainer.step(batch, lr)
-        rate = batch[0].numel() / (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        rate, least = batch[0].numel() / seconds, min(least, seconds)
         if step == first_step:
             log.print(memory_line(trainer.memory()))
 
@@ -222,6 +225,8 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
             log.print(f"stopped by {signal.Signals(received).name} after step {done}: continue with --resume")
             sys.exit(128 + received)
     log.close()
+    if plan is not None:
+        log.print(f"a step: {plan.step_time:.4g} s predicted, {least:.4g} s measured, the least of all\n{plan}")
     report(log, options, mesh, device)
 
 
@@ -231,6 +236,38 @@ def memory_line(own: dict[str, int]) -> str:
     dist.all_gather_object(ranks, own)
     kinds = ", ".join(f"{max(one[kind] for one in ranks) / 2**20:,.1f} MiB of {kind}" for kind in own)
     return f"on a rank at most {kinds}"
+
+
+def predicted(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> planner.Prediction:
+    """The step of this run by the planner, on a profile of this machine that all ranks measure; all ranks call this."""
+    axes = {name: mesh[name].size() for name in MESH}
+    several = axes["pp"] > 1 and options.schedule not in (None, "GPipe", "1F1B")
+    layout = planner.Layout(
+        **axes,
+        virtual=2 if several else 1,
+        schedule=(options.schedule or "1F1B") if axes["pp"] > 1 else "1F1B",
+        micro_batch=options.batch_size // (axes["dp"] * axes["ep"] * options.micro_batches),
+        zero=options.zero,
+        sequence_parallel=options.sequence_parallel,
+        recompute=options.recompute,
+        offload=options.offload,
+        dtype="bf16" if options.dtype == "bfloat16" else "fp32",
+    )
+    model = planner.transformer(
+        layers=options.num_layers,
+        hidden=options.hidden_size,
+        heads=options.num_heads,
+        kv_heads=options.num_kv_heads,
+        ffn=options.ffn_hidden_size,
+        vocab=config_of(options).vocab_size,
+        seq=options.seq_length,
+        tied=True,
+        experts=options.experts,
+        top_k=options.top_k if options.experts else 0,
+        shared=options.shared_experts if options.experts else 0,
+    )
+    machine = planner.measure(device, dist.group.WORLD, minutes=0.5)
+    return planner.predict(model, machine, layout, options.batch_size)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 // The Python extension module. Importing it loads the operators. It also exports the build's
 // options, size and rank of a group by its name, the collective counters, functions that call
-// operators without boxing, the shared-memory backend, and that of simulated ranks.
+// operators without boxing, the shared-memory backend, that of simulated ranks, and the planner.
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
@@ -11,6 +11,7 @@
 #include "comm/collectives.h"
 #include "comm/counter.h"
 #include "memory/keep_memory.h"
+#include "python/planner.h"
 #include "shm/backend.h"
 #include "simulate/backend.h"
 
@@ -68,4 +69,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("keep_memory", &tp_ext::memory::keep);
   m.def("kept_bytes", &tp_ext::memory::kept_bytes);
   tp_ext::simulate::bind(m);
+  tp_ext::planner::bind(m);
 }

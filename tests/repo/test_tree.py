@@ -27,7 +27,7 @@ ORDER = [
     {"nn", "checkpoint", "parallel", "mesh_program"},
     {"outside", "simulation"},
     {"auto", "debug", "optim"},
-    {"huggingface", "lightning", "verify"},
+    {"huggingface", "lightning", "planner", "verify"},
     {"__init__", "lax", "smoke"},  # what users see and run
 ]
 # The rooms of a folder, likewise; "" stands for its own modules
@@ -194,6 +194,7 @@ FORBIDDEN = {  # what a folder's files must not include
     "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
     "simulate": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
     "memory": ("ATen/", "torch/", "args/", "autograd/", "comm/", "kernels/", "cpu/", *CUDA),
+    "planner": (*TORCH, *CUDA, "args/", "autograd/", "comm/", "cpu/", "kernels/", "python/", "types.h", "check.h"),
     "python": ("args/", "kernels/", "cpu/", *CUDA),
     "": ("args/", "autograd/", "cpu/", *CUDA),
 }
@@ -236,6 +237,14 @@ def test_the_core_of_shared_memory_is_torch_free():
     assert len(core) > 10
     for file in core:
         assert all(name.startswith(("shm/core/", "sys/")) or "/" not in name for name in includes(file))
+
+
+def test_the_planner_is_torch_free():
+    """So that a prediction needs no tensor, and the folder can be built alone."""
+    files = [f for f in SOURCES if folder(f) == "planner"]
+    assert len(files) > 10
+    for file in files:
+        assert all(name.startswith("planner/") or "/" not in name for name in includes(file))
 
 
 def test_no_backend_is_included():
@@ -302,7 +311,7 @@ FOLDERS = (
 )
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, "debug", "verify"])
+@pytest.mark.parametrize("name", [*FOLDERS, "debug", "planner", "verify"])
 def test_tests_mirror_the_package(name):
     """tests/nn/test_x_more.py tests tp_ext/nn/x.py."""
     known = {file.stem for file in PACKAGE if file.parent == ROOT / "tp_ext" / name}
@@ -387,6 +396,7 @@ BUDGETS = {
     "optim": 1150,
     "outside": 1900,
     "parallel": 3650,
+    "planner": 2200,
     "simulation": 850,
     "verify": 1550,
 }

@@ -1,0 +1,68 @@
+// The machine: how fast a kernel runs on a device, and a collective over levels of links.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tp_ext::planner {
+
+// The share of the peak that GEMMs of one dtype reach
+struct Curve {
+  double share = 0.7, tile_m = 128, tile_n = 256, units = 1, half_k = 128;
+  std::vector<std::array<double, 4>> table;  // m, n, k, share
+
+  double at(double m, double n, double k) const;
+};
+
+struct Level {
+  double latency, bandwidth;
+  int64_t devices;  // that share the level
+};
+
+// Multiprocessors that the kernels of a collective occupy: 16 of an A100's 108
+constexpr double kOccupied = 0.15;
+
+// What a collective adds to a computation during which it runs
+inline double shown(double time, double computed) {
+  return std::max(0.0, time - computed) + kOccupied * std::min(time, computed);
+}
+
+// Ranks at a distance of stride from one another
+struct Group {
+  int64_t size = 1, stride = 1;
+};
+
+enum class Collective : uint8_t {
+  AllReduce,
+  AllGather,
+  ReduceScatter,
+  AllToAll,
+  Broadcast,
+  Send,
+  Recv
+};
+
+// As count_collectives defines them: docs/reference/communication.md
+double wire_bytes(Collective kind, int64_t size, double payload);
+
+struct Machine {
+  double peak_blocks = 1, peak_other = 1;  // FLOP/s of the blocks' dtype, and of attention and head
+  Curve blocks, other;
+  double attention = 0.5;  // share of peak_other
+  double memory_bandwidth = 1, memory = 0, launch = 0;
+  double gather = 1;  // share of the links' bandwidth that ZeRO's collectives reach
+  int64_t count = 1;
+  std::vector<Level> levels;
+
+  // By FLOPs, or by the bytes that it moves if these take longer
+  double gemm(double m, double n, double k, bool in_blocks, double moved) const;
+  double collective(Collective kind, Group group, double payload) const;
+  // Of a message to the rank at this distance
+  double message(int64_t stride, double payload) const;
+};
+
+}  // namespace tp_ext::planner

@@ -1,0 +1,33 @@
+"""The profile of this machine: plausible numbers, alike on all ranks, that predict."""
+
+import pytest
+
+from tests.helpers import ranks
+from tp_ext import planner
+from tp_ext.planner import Layout, measure, predict
+
+MODEL = planner.transformer(layers=2, hidden=64, heads=4, vocab=256, seq=32)
+
+
+def _measured(group):
+    return measure("cpu", group, minutes=0.02).to_json()
+
+
+def test_a_profile_of_this_process_predicts():
+    got = measure("cpu", minutes=0.02)
+    assert got.count == 1 and type(got).from_json(got.to_json()) == got
+    assert 1e9 < got.device.peak["fp32"] < 1e13 and 1e8 < got.device.memory_bandwidth < 1e12
+    assert max(row[4] for row in got.device.gemm.table if row[3] == "fp32") == 1.0
+    assert predict(MODEL, got, Layout(dtype="fp32"), 4).step_time > 0
+
+
+def test_ranks_agree_on_their_profile():
+    one, other = (planner.Cluster.from_json(text) for text in ranks.run(_measured, 2))
+    assert one == other and one.count == 2
+    assert 0 <= one.links[0].latency < 1 and one.links[0].bandwidth > 1e6
+    assert predict(MODEL, one, Layout(tp=2, dtype="fp32"), 4).step_time > 0
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="minutes: 0 must be a finite number above 0"):
+        measure(minutes=0)

@@ -1,0 +1,155 @@
+"""Predicted collectives and bytes against counted ones, of trainings of random layouts on simulated ranks."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import tp_ext
+from tp_ext import planner
+from tp_ext.parallel.pipeline.schedules import SCHEDULES
+from tp_ext.planner import Layout, predict
+
+SIZES = {"layers": 4, "hidden": 32, "heads": 8, "ffn": 64, "vocab": 64, "seq": 16}
+EVERY = 200
+SMALL = 16  # bytes: numbers of tokens, losses, whether all ranks have valid batches
+
+
+class Block(nn.Module):
+    def __init__(self, kv_heads, groups, parallel):
+        super().__init__()
+        h, tp = SIZES["hidden"], parallel
+        self.norm1, self.norm2 = tp_ext.RMSNorm(h, **tp), tp_ext.RMSNorm(h, **tp)
+        self.attention = tp_ext.ParallelAttention(
+            h, SIZES["heads"], num_kv_heads=kv_heads, rope=1e4, bias=False, context_group=groups["cp"], **tp
+        )
+        self.mlp = tp_ext.ParallelMLP(h, SIZES["ffn"], activation="swiglu", bias=False, **tp)
+
+    def forward(self, x, layout):
+        x = x + self.attention(self.norm1(x), layout=layout)
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    """The model of ``planner.transformer``."""
+
+    def __init__(self, kv_heads, mesh, sp):
+        super().__init__()
+        parallel = {"group": mesh["tp"], "sequence_parallel": sp}
+        self.mesh = mesh
+        self.embedding = tp_ext.VocabParallelEmbedding(SIZES["vocab"], SIZES["hidden"], **parallel)
+        self.blocks = nn.ModuleList(Block(kv_heads, {"cp": mesh["cp"]}, parallel) for _ in range(SIZES["layers"]))
+        self.norm = tp_ext.RMSNorm(SIZES["hidden"], **parallel)
+        self.head = tp_ext.VocabParallelLMHead(SIZES["hidden"], SIZES["vocab"], bias=False, **parallel)
+
+    def pipeline_parts(self):
+        return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
+
+    def forward(self, ids, layout):
+        x = self.embedding(ids.flatten())
+        for block in self.blocks:
+            x = block(x, layout)
+        return self.head(self.norm(x))
+
+    def loss(self, logits, target):
+        return tp_ext.vocab_parallel_cross_entropy(logits, target.flatten(), self.mesh["tp"], vocab_size=SIZES["vocab"])
+
+
+def drawn(seed):
+    """A layout of at most 8 ranks, the KV heads of its model, and a batch."""
+    r = random.Random(f"counted {seed}")
+    while True:
+        pp, dp, cp, tp = (r.choice((1, 1, 2, 4)) for _ in range(4))
+        if not 1 < pp * dp * cp * tp <= 8:
+            continue
+        schedule = SCHEDULES[r.choice(("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"))] if pp > 1 else None
+        virtual = 2 if schedule and (schedule.looped or schedule.v) else 1
+        if pp * virtual > SIZES["layers"]:
+            continue
+        split = schedule is not None and schedule.splits
+        layout = Layout(
+            pp=pp,
+            dp=dp,
+            cp=cp,
+            tp=tp,
+            virtual=virtual,
+            schedule=schedule.name if schedule else "1F1B",
+            micro_batch=r.choice((1, 2)),
+            zero=r.randrange(4),
+            sequence_parallel=r.random() < 0.5,
+            recompute=None if split else r.choice((None, "full", "selective")),
+            dtype="fp32",
+        )
+        return layout, r.choice((2, 4, 8)), dp * layout.micro_batch * pp * r.choice((1, 2))
+
+
+def trained(layout, kv_heads, batch):
+    """Of each rank: calls in a step as (axis, kind) -> (number, bytes), and bytes of parameters, gradients, states."""
+    microbatches = layout.microbatches(batch)
+    axes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp")}
+
+    def run(rank, mesh):
+        with torch.device("meta"):
+            model = Model(kv_heads, mesh, layout.sequence_parallel)
+        made = tp_ext.parallelize(model, mesh, loss=model.loss, **layout.arguments(batch))
+        optimizer = made.optimizer(torch.optim.AdamW)
+        tokens = tp_ext.ContextLayout(batch=layout.micro_batch, seq=SIZES["seq"], group=mesh["cp"])
+        ids = torch.randint(SIZES["vocab"], (layout.micro_batch * microbatches, SIZES["seq"]))
+        shard = tokens.shard(ids, 1)
+        for _ in range(3):  # the first two also make groups, and buckets of DDP
+            optimizer.zero_grad()
+            with tp_ext.debug.count_collectives() as counts:
+                made.step(shard, shard, layout=tokens)
+                optimizer.step()
+        parameters = list(made.parameters())
+        names = {tuple(dist.get_process_group_ranks(mesh[name].get_group())): name for name in axes if axes[name] > 1}
+        found = Counter()
+        flags = 16 * len(parameters)
+        for row in counts.rows:
+            axis = names.get(row.ranks, "dp")
+            axis = "dp" if axis == "cp" and row.kind != "all_to_all" else axis
+            tiny = row.payload <= SMALL or (axis == "dp" and row.kind == "all_reduce" and row.payload == flags)
+            setup = row.kind == "broadcast" and layout.zero != 1
+            if not tiny and not setup:
+                found[axis, row.kind, "number"] += row.number
+                found[axis, row.kind, "bytes"] += row.payload_bytes
+        own = getattr(optimizer, "optim", optimizer)
+        states = [state for kept in own.state.values() for state in kept.values() if state.dim()]
+        sizes = [_bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)]
+        return found, sizes, mesh["pp"].get_local_rank()
+
+    return tp_ext.debug.simulate(run, axes)
+
+
+def _bytes(tensors):
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    return sum(t.nbytes for t in local)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[] if seed < 8 else [pytest.mark.exhaustive]) for seed in range(EVERY)]
+)
+def test_collectives_and_bytes_are_those_counted(seed):
+    """Number and bytes of each kind along each axis. Of the sums of norms' gradients the bytes alone, since a block's
+    are one call; so those of the data axes of ZeRO 0 and 1, whose buckets torch chooses."""
+    layout, kv_heads, batch = drawn(seed)
+    model = planner.transformer(**SIZES, kv_heads=kv_heads)
+    got = predict(model, planner.cluster("cpu", layout.ranks), layout, batch)
+    for found, sizes, stage in trained(layout, kv_heads, batch):
+        want = Counter()
+        for row in got.collectives[stage]:
+            want[row.axis, row.kind, "number"] += row.number
+            want[row.axis, row.kind, "bytes"] += row.payload_bytes
+        for (axis, kind, what), number in want.items():
+            if what == "bytes" or not (kind == "all_reduce" or (axis == "dp" and layout.zero < 2)):
+                assert found[axis, kind, what] == pytest.approx(number), (axis, kind, what, layout)
+        assert {key[:2] for key in found} <= {key[:2] for key in want}, layout
+        memory, shards = got.memory[stage], layout.dp * layout.cp
+        kept = memory.parameters / (shards if layout.zero == 2 else 1)  # FSDP2 keeps a shard between steps
+        assert sizes[0] == pytest.approx(kept) and sizes[1] == pytest.approx(memory.gradients)
+        if layout.zero != 1:  # whole parameters to ranks
+            assert sizes[2] == pytest.approx(memory.states)

@@ -1,0 +1,112 @@
+"""The command ``python -m tp_ext.planner --model config.json --gpus 64 --device h100-sxm --global-batch 256``, which
+prints the ten best layouts; ends with 0, with 1 if nothing fits, with 2 for wrong arguments."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tp_ext.planner.prediction import GIB, Prediction, predict
+from tp_ext.planner.presets import SOURCES, cluster
+from tp_ext.planner.search import Found, search
+from tp_ext.planner.workload import Workload, from_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tp_ext.planner",
+        description="Ranks the layouts of a training by their predicted step time, or predicts the step of one.",
+        epilog="exit code: 0, 1 if nothing fits the memory, 2 for wrong arguments",
+    )
+    parser.add_argument("--model", required=True, help="config.json of transformers, or its folder")
+    parser.add_argument("--gpus", type=int, required=True, help="number of devices")
+    parser.add_argument("--device", required=True, help=f"one of {', '.join(SOURCES)}")
+    parser.add_argument("--global-batch", type=int, required=True, help="sequences of a step")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence (default: the longest of the model)")
+    parser.add_argument(
+        "--layout",
+        default="",
+        help="names of tp_ext.planner.Layout and their values, tp=8,pp=8; with several values, tp=4|8, all are tried",
+    )
+    parser.add_argument("--objective", default="step_time", help="step_time or memory (default: step_time)")
+    parser.add_argument("--draw", metavar="PATH", help="picture of the step of the best layout, such as step.png")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    options = parser.parse_args(arguments)
+    try:
+        workload = from_config(options.model, seq=options.seq)
+        machine = cluster(options.device, options.gpus)
+        fixed = _fixed(options.layout)
+        found = search(workload, machine, options.global_batch, fixed=fixed, objective=options.objective)
+        if not found.count:
+            raise ValueError(f"--layout: {options.layout!r} must leave a legal layout of {options.gpus} devices")
+        if found and options.draw:
+            found[0].draw(options.draw)
+    except (TypeError, ValueError, OSError, ImportError) as error:
+        print(f"python -m tp_ext.planner: {error}", file=sys.stderr)
+        return 2
+    print(_json(found) if options.json else _table(workload, found))
+    return 0 if found else 1
+
+
+def _fixed(text: str) -> dict[str, Any]:
+    """Returns the values of ``"tp=4|8,recompute=full"``.
+
+    Raises:
+        ValueError: no such name, or a part of another form.
+    """
+    fixed: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, values = part.partition("=")
+        if not equals or not values:
+            raise ValueError(f"--layout: {part!r} must be of the form name=value")
+        fixed[name.strip()] = [_value(one.strip()) for one in values.split("|")]
+    return fixed
+
+
+def _value(text: str) -> Any:
+    words = {"None": None, "none": None, "True": True, "true": True, "False": False, "false": False}
+    return words[text] if text in words else int(text) if text.lstrip("-").isdecimal() else text
+
+
+def _table(workload: Workload, found: Found) -> str:
+    lines = [f"{workload.name}, {workload.parameters / 1e9:.2f} billion parameters; {found.count:,} layouts"]
+    if found:
+        lines.append(f"{'s a step':>10} {'tokens/s':>12} {'MFU':>6} {'GiB':>6} {'bubble':>7}  layout")
+        lines += [_line(one) for one in found]
+    if found.rejected:
+        layout, reason = next(iter(found.rejected.items()))
+        lines.append(f"nearest of those that do not fit: {reason}: {layout}")
+        if not found:
+            nearest = predict(workload, found.cluster, layout, found.global_batch)
+            lines.append(f"nothing fits; the nearest is {nearest.why()}")
+    return "\n".join(lines)
+
+
+def _line(one: Prediction) -> str:
+    peak = max(memory.peak for memory in one.memory) / GIB
+    bubble = one.breakdown["bubble"] / one.step_time
+    return (
+        f"{one.step_time:10.4g} {one.tokens_per_second:12,.0f} {one.mfu:6.1%} {peak:6.1f} {bubble:7.1%}  {one.layout}"
+    )
+
+
+def _json(found: Found) -> str:
+    rows = [
+        {
+            "layout": json.loads(one.layout.to_json()),
+            "step_time": one.step_time,
+            "tokens_per_second": one.tokens_per_second,
+            "mfu": one.mfu,
+            "breakdown": one.breakdown,
+            "memory": [memory._asdict() for memory in one.memory],
+        }
+        for one in found
+    ]
+    rejected = [{"layout": json.loads(layout.to_json()), "reason": why} for layout, why in found.rejected.items()]
+    return json.dumps({"count": found.count, "best": rows, "rejected": rejected[:10]}, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The values of the planner as those of the library, which predicts and searches."""
+
+import functools
+from typing import Any
+
+from tp_ext._build import load
+from tp_ext.planner.actions import library_schedule
+from tp_ext.planner.layout import STORED, Layout
+from tp_ext.planner.machine import Cluster
+from tp_ext.planner.workload import Op, Workload
+
+_SAME = ("pp", "dp", "ep", "cp", "tp", "virtual", "micro_batch", "zero", "sequence_parallel", "offload", "overlap_tp")
+_EVERYWHERE = 2**62
+
+
+def curve_of(cluster: Cluster, dtype: str) -> Any:
+    """Returns the efficiency curve of one dtype."""
+    device = cluster.device
+    peak = device.flops(dtype) / device.flops("bf16") if dtype != "fp32" and "bf16" in device.peak else 1.0
+    return device.curve.of(dtype, cluster.factor(f"gemm_{'bf16' if dtype == 'fp16' else dtype}"), peak)
+
+
+@functools.lru_cache(maxsize=256)
+def machine_of(cluster: Cluster, dtype: str) -> Any:
+    """Returns the machine for a dtype of the blocks: what is not in it is in bf16, of fp32 in fp32.
+
+    Raises:
+        ValueError: the device has no peak of the dtype.
+    """
+    device, made = cluster.device, load().planner.Machine()
+    other = "fp32" if dtype == "fp32" else "bf16"
+    made.peak_blocks, made.peak_other = device.flops(dtype), device.flops(other)
+    made.blocks, made.other = curve_of(cluster, dtype), curve_of(cluster, other)
+    made.attention = device.curve.attention * cluster.factor("attention")
+    made.memory_bandwidth = device.memory_bandwidth * device.curve.memory * cluster.factor("memory")
+    made.memory, made.launch = device.memory - device.reserve, device.launch
+    made.gather, made.count = cluster.factor("gather"), cluster.count
+    made.levels = [
+        load().planner.Level(
+            link.latency,
+            link.bandwidth * cluster.factor("outer" if i else "inner"),
+            link.group_size or _EVERYWHERE,
+        )
+        for i, link in enumerate(cluster.links)
+    ]
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def workload_of(workload: Workload) -> Any:
+    """Returns the workload."""
+    made, planner = load().planner.Workload(), load().planner
+    for name in ("hidden", "seq", "heads", "kv_heads", "experts", "layers", "vocab", "tied"):
+        setattr(made, name, getattr(workload, name))
+    made.first, made.last = ([_op(op) for op in ops] for ops in (workload.first, workload.last))
+    made.blocks = [planner.BlockOps(block.layers, [_op(op) for op in block.ops]) for block in workload.blocks]
+    return made
+
+
+def _op(op: Op) -> Any:
+    made = load().planner.Op()
+    for name, value in vars(op).items():
+        setattr(made, name, getattr(load().planner.OpKind, value) if name == "kind" else value)
+    return made
+
+
+def layout_of(layout: Layout) -> Any:
+    """Returns a resolved layout."""
+    made = load().planner.Layout()
+    for name in _SAME:
+        setattr(made, name, getattr(layout, name))
+    made.schedule = layout.torch_schedule
+    made.recompute = getattr(load().planner.Recompute, layout.recompute or "none")
+    made.element = STORED.get(layout.dtype, 2)
+    made.quantized = layout.dtype not in STORED
+    made.param_bytes, made.grad_bytes = STORED[layout.param_dtype], STORED[layout.grad_dtype]
+    made.state_bytes = 8 if layout.param_dtype == "fp32" else 12  # with master weights
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def planner_of(workload: Workload, cluster: Cluster, dtypes: tuple[str, str, str], global_batch: int) -> Any:
+    """Returns the predictor of the layouts of one dtype, which keeps what they share."""
+    return load().planner.Planner(workload_of(workload), machine_of(cluster, dtypes[0]), global_batch, library_schedule)
+
+
+def dtypes_of(layout: Layout) -> tuple[str, str, str]:
+    """Returns the dtypes that the layouts of one predictor have in common."""
+    return layout.dtype, layout.param_dtype, layout.grad_dtype
+
+
+def layout_from(made: Any, dtypes: tuple[str, str, str]) -> Layout:
+    """Returns the layout of one of the library."""
+    recompute = made.recompute.name
+    return Layout(
+        **{name: getattr(made, name) for name in _SAME},
+        schedule=made.schedule,
+        recompute=None if recompute == "none" else recompute,
+        dtype=dtypes[0],
+        param_dtype=dtypes[1],
+        grad_dtype=dtypes[2],
+    )

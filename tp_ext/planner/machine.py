@@ -1,0 +1,200 @@
+"""The machine that the planner prices: its devices, the links between them, and what a measured step corrects."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tp_ext._build import load
+from tp_ext._checks import check_choice, check_int, check_number
+from tp_ext.planner.values import FixedDict, Value
+
+CLASSES = {"fp32": "fp32", "fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+"""Of each dtype of a layout the key of :attr:`Device.peak`."""
+CONSTANTS = (
+    *(f"gemm_{dtype}" for dtype in CLASSES if dtype != "fp16"),
+    "attention",
+    "memory",
+    "inner",
+    "outer",
+    "gather",
+)
+"""Names of the constants of a cluster: factors of what its numbers promise."""
+
+
+@dataclass(frozen=True)
+class EfficiencyCurve(Value):
+    """The share of the peak that a GEMM of m x k by k x n reaches.
+
+    By formula: ``share q k / (k + half_k)``, where q is the part of the tiles' work that is of the matrix, by the whole
+    tiles and waves of ``units`` tiles in which the device computes::
+
+        waves = ceil(m / tile_m) ceil(n / tile_n) / units, q = m n / ((waves + idle) units tile_m tile_n), at most 1
+
+    idle is what is missing to a first wave, and half of what is missing to the last of several;
+
+    and by tiles of a quarter where these are better. A measured table comes first: of its
+    rows ``(m, n, k, dtype, share)`` with the dtype the nearest one, in logarithms.
+
+    Attributes:
+        share: of each class of :attr:`Device.peak` the share of a large GEMM; a class that is not there has 0.7.
+        tile: rows and columns of a tile. units: tiles that are computed at once, the multiprocessors. half_k: the k
+            at which half of ``share`` is reached in bf16; of another dtype by its peak times more, since what a tile
+            waits for takes equally long.
+        attention: share of the bf16 peak of fused attention.
+        memory: share of the memory bandwidth that kernels reach.
+    """
+
+    share: Mapping[str, float] = field(default_factory=FixedDict)
+    tile: tuple[int, int] = (128, 256)
+    units: int = 1
+    half_k: float = 128.0
+    attention: float = 0.5
+    memory: float = 0.85
+    table: tuple[tuple[int, int, int, str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_int(least=1, units=self.units)
+        check_number(least=0, half_k=self.half_k)
+        check_number(above=0, attention=self.attention, memory=self.memory)
+        for kind, value in self.share.items():
+            _check_positive(f"share[{kind!r}]", value)
+        self._set("share", FixedDict(self.share))
+        self._set("tile", tuple(self.tile))
+        self._set("table", tuple(tuple(row) for row in self.table))
+
+    def share_of(self, dtype: str) -> float:
+        """Returns the share of a large GEMM of a dtype of a layout."""
+        return float(self.share.get(CLASSES.get(dtype, dtype), 0.7))
+
+    def __call__(self, m: int, n: int, k: int, dtype: str = "bf16") -> float:
+        """Returns the share of the peak of ``dtype``, with ``half_k`` as it is."""
+        check_int(least=1, m=m, n=n, k=k)
+        check_choice(CLASSES, dtype=dtype)
+        return float(self.of(dtype).at(m, n, k))
+
+    def of(self, dtype: str, factor: float = 1.0, peak: float = 1.0) -> Any:
+        """Returns the curve of the library: the shares times a factor, at a peak in units of that of bf16."""
+        made = load().planner.Curve()
+        made.share, (made.tile_m, made.tile_n), made.units = self.share_of(dtype) * factor, self.tile, self.units
+        made.half_k = self.half_k * peak
+        made.table = [(*row[:3], row[4] * factor) for row in self.table if row[3] == dtype]
+        return made
+
+
+@dataclass(frozen=True)
+class Device(Value):
+    """One device.
+
+    Attributes:
+        peak: FLOP/s of ``fp32``, ``bf16`` (also for fp16), ``fp8`` (also for mxfp8) and ``fp4`` (for nvfp4), dense.
+        memory_bandwidth: bytes/s. memory: bytes. reserve: bytes of it that are never ours: context, NCCL, allocator.
+        launch: seconds from one kernel to the next.
+        gemm: the share of the peak that a GEMM reaches.
+    """
+
+    name: str
+    peak: Mapping[str, float] = field(kw_only=True)
+    memory_bandwidth: float = field(kw_only=True)
+    memory: float = field(kw_only=True)
+    reserve: float = field(default=0, kw_only=True)
+    launch: float = field(default=2e-6, kw_only=True)
+    gemm: EfficiencyCurve | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: {self.name!r} must be a string")
+        if not isinstance(self.peak, Mapping):
+            raise TypeError(f"peak: {self.peak!r} must be a dict of FLOP/s")
+        for key, value in self.peak.items():
+            if key not in CLASSES.values():
+                raise ValueError(f"peak: {key!r} must be one of {', '.join(dict.fromkeys(CLASSES.values()))}")
+            _check_positive(f"peak[{key!r}]", value)
+        check_number(above=0, memory_bandwidth=self.memory_bandwidth, memory=self.memory)
+        check_number(least=0, reserve=self.reserve, launch=self.launch)
+        if self.gemm is not None and not isinstance(self.gemm, EfficiencyCurve):
+            raise TypeError(f"gemm: {self.gemm!r} must be an EfficiencyCurve or None")
+        self._set("peak", FixedDict(self.peak))
+
+    def flops(self, dtype: str) -> float:
+        """Returns the peak of a dtype of a layout, in FLOP/s.
+
+        Raises:
+            ValueError: no such dtype, or the device has no peak of its class.
+        """
+        kind = CLASSES.get(dtype)
+        if kind is None or kind not in self.peak:
+            raise ValueError(f"dtype: {dtype!r} needs the peak of {kind!r}, and {self.name} has {', '.join(self.peak)}")
+        return float(self.peak[kind])
+
+    @property
+    def curve(self) -> EfficiencyCurve:
+        """``gemm``, or its default."""
+        return self.gemm or EfficiencyCurve()
+
+
+@dataclass(frozen=True)
+class Link(Value):
+    """A level of links. latency: seconds of a message. bandwidth: bytes/s of a device in each direction. group_size:
+    number of devices that share the level; None: all."""
+
+    latency: float
+    bandwidth: float
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number(least=0, latency=self.latency)
+        check_number(above=0, bandwidth=self.bandwidth)
+        check_int(least=1, or_none=True, group_size=self.group_size)
+
+
+@dataclass(frozen=True)
+class Cluster(Value):
+    """Devices and the levels of links between them, the innermost first; the last one holds all devices.
+
+    Attributes:
+        constants: factors by name, of :func:`calibrate`: ``gemm_<dtype>``, ``attention``, ``memory`` of the speed of
+            kernels, ``inner`` and ``outer`` of the bandwidth of the first and the other levels, ``gather`` of that of
+            the collectives of ZeRO 2 and 3. Those that are not there are 1.
+        fit_error, cross_error: of :func:`calibrate`, relative; None without.
+    """
+
+    device: Device
+    count: int
+    links: tuple[Link, ...]
+    constants: Mapping[str, float] = field(default_factory=FixedDict)
+    fit_error: float | None = None
+    cross_error: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, Device):
+            raise TypeError(f"device: {self.device!r} must be a Device")
+        check_int(least=1, count=self.count)
+        links: Any = self.links
+        if not isinstance(links, Sequence) or not links or not all(isinstance(link, Link) for link in links):
+            raise TypeError(f"links: {links!r} must be a list of at least one Link")
+        sizes = [link.group_size for link in links]
+        if sizes[-1] is not None and sizes[-1] < self.count:
+            raise ValueError(f"links: group_size of the last one, {sizes[-1]}, must be None or at least {self.count}")
+        inner = sizes[:-1]
+        if None in inner or any(a % b for a, b in zip(inner[1:], inner, strict=False)):
+            raise ValueError(f"links: group_size {sizes} must be multiples of those before, and None only at the end")
+        for name, value in self.constants.items():
+            if name not in CONSTANTS:
+                raise ValueError(f"constants: {name!r} must be one of {', '.join(CONSTANTS)}")
+            _check_positive(f"constants[{name!r}]", value)
+        self._set("links", tuple(links))
+        self._set("constants", FixedDict(self.constants))
+
+    def with_constants(self, constants: Mapping[str, float]) -> "Cluster":
+        """Returns the cluster with other factors."""
+        return dataclasses.replace(self, constants=constants, fit_error=None, cross_error=None)
+
+    def factor(self, name: str) -> float:
+        """Returns a constant, 1 if it is not there."""
+        return float(self.constants.get(name, 1.0))
+
+
+def _check_positive(name: str, value: Any) -> None:
+    named: dict[str, Any] = {name: value}
+    check_number(above=0, **named)

@@ -1,0 +1,68 @@
+"""What the values of the planner share: JSON both ways, and dicts that do not change."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, Self
+
+
+class FixedDict(dict[str, Any]):
+    """A dict that cannot be changed, so that a value that holds it can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def _refuse(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError("a value of the planner must not be changed; make another one, by dataclasses.replace")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> Any:
+        return FixedDict, (dict(self),)
+
+
+class Value:
+    """A frozen dataclass of numbers, strings, tuples, dicts and such values, that JSON can hold."""
+
+    def to_json(self) -> str:
+        """Returns the value as JSON; :meth:`from_json` returns an equal one."""
+        return json.dumps(self, default=_plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Returns the value of :meth:`to_json`.
+
+        Raises:
+            TypeError, ValueError: no such text, or fields of another class.
+        """
+        read = json.loads(text)
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if not isinstance(read, dict) or not read.keys() <= known:
+            raise ValueError(f"text: must be an object with the fields {', '.join(sorted(known))} of a {cls.__name__}")
+        made: Self = _made(cls, read)
+        return made
+
+    def _set(self, name: str, value: object) -> None:
+        """Replaces a field while the value is made."""
+        object.__setattr__(self, name, value)
+
+
+def _plain(value: Any) -> Any:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _made(kind: Any, read: Any) -> Any:
+    """Returns the value of a type from what JSON holds of it."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [one for one in inner if one is not type(None)]
+        return None if read is None else _made(kinds[0], read) if len(kinds) == 1 else read
+    if origin is tuple:
+        each: Iterable[Any] = (inner[0],) * len(read) if inner[1:] == (...,) else inner
+        return tuple(_made(one, part) for one, part in zip(each, read, strict=True))
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        kinds_of = typing.get_type_hints(kind)
+        return kind(**{name: _made(kinds_of[name], value) for name, value in read.items()})
+    return FixedDict(read) if isinstance(read, Mapping) else read
