@@ -180,6 +180,6 @@ def test_bad_arguments_of_the_command(config, more, says, capsys):
 
 def test_the_command_runs_as_a_module(config):
     done = subprocess.run(
-        [sys.executable, "-m", "tp_ext.planner", *command(config, 0)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "tp_ext.planner", *command(config, 0)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr and "count: 0 must be" in done.stderr

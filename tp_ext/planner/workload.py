@@ -10,6 +10,7 @@ from typing import Any
 from tp_ext._checks import check_bool, check_int
 from tp_ext.planner.values import Value
 
+# [Note: the planner reads a model as operators]
 KINDS = ("column", "row", "replicated", "attention", "pointwise", "dispatch", "embedding", "loss")
 
 
