@@ -25,7 +25,7 @@ ORDER = [
     {""},
     {"model"},
     {"nn", "checkpoint", "parallel", "mesh_program"},
-    {"outside", "simulation"},
+    {"outside", "refit", "simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "lightning", "verify"},
     {"__init__", "lax", "smoke"},  # what users see and run
@@ -299,6 +299,7 @@ FOLDERS = (
     "checkpoint/files",
     "parallel",
     "parallel/pipeline",
+    "refit",
 )
 
 
@@ -387,6 +388,7 @@ BUDGETS = {
     "optim": 1150,
     "outside": 1900,
     "parallel": 3650,
+    "refit": 1450,
     "simulation": 850,
     "verify": 1550,
 }
