@@ -5,6 +5,7 @@ import torch
 
 import tp_ext
 from tests.helpers import simulated
+from tests.helpers.peak_memory import Peak
 from tests.refit import drawn
 
 
@@ -61,3 +62,26 @@ def test_random_pairs(batch):
         results = simulated.run(_pair, p, seed, options)
         assert {planned for planned, _, _ in results} == {sum(least for _, _, least in results)}
         assert sum(moved.sent for _, moved, _ in results) == sum(moved.received for _, moved, _ in results)
+
+
+def _measured(group, atomic):
+    """From rows to columns: half of what a rank gets comes from the other."""
+    source = tp_ext.ColumnParallelLinear(64, 32, bias=False, group=group)
+    target = tp_ext.RowParallelLinear(64, 32, bias=False, group=group)
+    plan = tp_ext.refit.plan(source, target, bucket_bytes=512, atomic=atomic)
+    plan.run()
+    with tp_ext.debug.count_collectives() as counted:
+        moved = plan.run()
+    with Peak() as peak:
+        plan.run()
+    return moved, plan.bytes, counted.by_kind(), peak.most
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_later_runs_send_buckets_and_a_confirmation_in_bounded_memory(atomic):
+    for moved, total, kinds, most in simulated.run(_measured, 2, atomic):
+        assert moved == (2048, 2048, 2048) and total == 4096
+        assert kinds == {"all_to_all": 2048 // 512, "all_reduce": 1}
+        held = 2048 if atomic else 512
+        flag = 8 + 8  # the number of the confirmation, and its copy
+        assert held <= most <= held + 512 + flag

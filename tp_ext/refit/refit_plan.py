@@ -19,7 +19,9 @@ from tp_ext.refit.agreement import Report, check_reports, check_unchanged, check
 from tp_ext.refit.buckets import Round, cast_into, view_of
 from tp_ext.refit.contents import SIDES, Contents
 from tp_ext.refit.lost import RankLost, Watch
-from tp_ext.refit.routes import Routes
+from tp_ext.refit.routes import Move, Routes
+
+_ON_CPU = 4 << 20
 
 
 class Moved(NamedTuple):
@@ -133,6 +135,9 @@ class RefitPlan:
         arguments = f"names={dict(names)}, buffers={buffers}, dtype={dtype}, bucket_bytes={bucket}, atomic={atomic}"
         reports = call_and_gather(self._group, lambda: self._report(arguments, optimizers[0] is not None))
         check_reports(reports)
+        self._device = device(self._group, reports)
+        # Memory of that size is in the caches when it is read, and malloc has it again: 64 MiB take twice as long
+        bucket = min(bucket, _ON_CPU) if self._device.type == "cpu" else bucket
         routes = Routes(
             [one.source for one in reports],
             [one.target for one in reports],
@@ -147,7 +152,6 @@ class RefitPlan:
         self._rounds = [Round(moves, rank, size) for moves in routes.rounds]
         self._copies = [move for move in routes.copies if move.sender == rank]
         self._repeats = [repeat for repeat in routes.repeats if repeat.rank == rank]
-        self._device = device(self._group, reports)
         store = None if self._group is None else dist.distributed_c10d._get_process_group_store(self._group)
         self._watch = Watch(store, reports[0].token, rank, size)
 
@@ -189,12 +193,16 @@ class RefitPlan:
             self._confirm(problem)
             self._prepare(target)
         held = []
+        # One for all rounds: new memory takes as long as a copy
+        most = max((sum(round_.out) for round_ in self._rounds), default=0)
+        bucket = torch.empty(most, dtype=torch.uint8, device=self._device)
         for round_ in self._rounds:
-            buffer = self._exchange(round_, source, mixed=not self._atomic)
+            buffer = self._exchange(round_, source, target, bucket)
             if self._atomic:
                 held.append(buffer)
             else:
                 self._install(round_, buffer, target)
+        del bucket
         lost = None
         if self._atomic:
             lost = self._confirm(problem)
@@ -240,21 +248,36 @@ class RefitPlan:
             None if target is None else target.description,
         )
 
-    def _exchange(self, round_: "Round", source: Contents | None, *, mixed: bool) -> Tensor:
-        """Sends a bucket and returns the one that is received."""
-        sent = torch.empty(sum(round_.out), dtype=torch.uint8, device=self._device)
-        # None: this rank confirms nothing afterwards, and what it sends is not used
-        if source is not None:
+    def _exchange(self, round_: Round, source: Contents | None, target: Contents | None, bucket: Tensor) -> Tensor:
+        """Sends what a round sends, by way of ``bucket``, and returns what it receives; without ``atomic`` in the
+        target's own memory, where that is possible."""
+        sent = bucket[: sum(round_.out)]
+        # None: this rank has a problem, and what it sends is not used
+        if (whole := self._direct(round_.sends, source, "source")) is not None:
+            sent = whole
+        elif source is not None:
             for move, part in zip(round_.sends, round_.parts(sent, round_.sends), strict=True):
                 cast_into(part, view_of(source, move.source, move.sizes), move.dtypes[: move.wire + 1])
-        received = torch.empty(sum(round_.into), dtype=torch.uint8, device=self._device)
+        received = None if self._atomic else self._direct(round_.receives, target, "target")
+        if received is None:
+            received = torch.empty(sum(round_.into), dtype=torch.uint8, device=self._device)
         try:
             dist.all_to_all_single(received, sent, round_.into, round_.out, group=self._group)
         except RuntimeError as error:
-            self._watch_failed(error, mixed)
+            self._watch_failed(error, not self._atomic)
         return received
 
-    def _install(self, round_: "Round", buffer: Tensor, target: Contents | None) -> None:
+    def _direct(self, moves: Sequence[Move], contents: Contents | None, side: str) -> Tensor | None:
+        """Returns the memory of the only move of a round, if a collective can use it as it is."""
+        if len(moves) != 1 or contents is None:
+            return None
+        view = view_of(contents, moves[0].source if side == "source" else moves[0].target, moves[0].sizes)
+        as_sent = view.dtype == moves[0].dtypes[moves[0].wire] and view.device == self._device
+        return view.view(-1).view(torch.uint8) if as_sent and view.is_contiguous() else None
+
+    def _install(self, round_: Round, buffer: Tensor, target: Contents | None) -> None:
+        if not self._atomic and self._direct(round_.receives, target, "target") is not None:
+            return
         for move, part in zip(round_.receives, round_.parts(buffer, round_.receives), strict=True):
             assert target is not None
             cast_into(view_of(target, move.target, move.sizes), part, move.dtypes[move.wire :])

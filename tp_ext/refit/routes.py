@@ -10,7 +10,6 @@ from tp_ext.refit.rectangles import Ints, Rectangle, cells, intersection, remain
 
 Names = Mapping[str, Any]
 Key = tuple[str, str]
-_PARTS_OF_A_BUCKET = 4  # a chunk is at most that part of a bucket, so that buckets are well filled
 
 
 class Place(NamedTuple):
@@ -135,14 +134,13 @@ class Routes:
             [self._state_items(one, target) for one in target.optimized] if target else [] for target in targets
         ]
         moves: list[Move] = []
-        most = bucket // _PARTS_OF_A_BUCKET
         for rank, target in enumerate(targets):
             items = [*target.items, *(item for items in self.states[rank] for item in items)] if target else []
             for move in self._moves_to(rank, items):
                 if move.sender == move.receiver:
-                    self.copies += _split(move, most)
+                    self.copies += _split(move, bucket)
                 else:
-                    moves += _split(move, most)
+                    moves += _split(move, bucket)
         self.rounds = list(_rounds(moves, len(hosts), bucket))
 
     def _source_of(self, name: str, item: Item) -> tuple[_Source, str]:
