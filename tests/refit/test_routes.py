@@ -23,6 +23,11 @@ def _moves(sources, targets, hosts, bucket=1 << 20):
     return [move for round_ in Routes(sources, targets, hosts, {}, None, bucket).rounds for move in round_]
 
 
+def test_what_a_rank_holds_it_copies():
+    model = _model(a=(4, 2), b=(3,))
+    assert not _moves([model, model], [model, model], ["host"] * 2)
+
+
 def test_the_holder_on_the_same_host_sends():
     model = _model(a=(4, 2), b=(3,))
     moves = _moves([model, None, None, model], [None, model, model, None], ["one", "one", "two", "two"])

@@ -133,7 +133,7 @@ class RefitPlan:
         self._rank = 0 if self._group is None else self._group.rank()
         self._first: list[Contents | None] = [None, None]
         arguments = f"names={dict(names)}, buffers={buffers}, dtype={dtype}, bucket_bytes={bucket}, atomic={atomic}"
-        reports = call_and_gather(self._group, lambda: self._report(arguments, optimizers[0] is not None))
+        reports = call_and_gather(self._group, lambda: self._report(arguments))
         check_reports(reports)
         self._device = device(self._group, reports)
         # Memory of that size is in the caches when it is read, and malloc has it again: 64 MiB take twice as long
@@ -230,7 +230,7 @@ class RefitPlan:
             found.append(one)
         return found
 
-    def _report(self, arguments: str, has_optimizer: bool) -> Report:
+    def _report(self, arguments: str) -> Report:
         self._first = self._read()
         source, target = self._first
         if source is not None and target is not None:
