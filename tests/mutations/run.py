@@ -26,12 +26,14 @@ from tests.mutations.mutation import Mutation
 from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
 from tests.mutations.pipeline_bugs import PIPELINE_BUGS
+from tests.mutations.refit_bugs import REFIT_BUGS
 from tests.mutations.state_bugs import STATE_BUGS
 from tests.mutations.two_axes_bugs import TWO_AXES_BUGS
 from tests.mutations.type_bugs import TYPE_BUGS
 
 MUTATIONS = [
     *PACKAGE_BUGS,
+    *REFIT_BUGS,
     *STATE_BUGS,
     *PIPELINE_BUGS,
     *PARALLEL_BUGS,

@@ -25,7 +25,7 @@ ORDER = [
     {""},
     {"model"},
     {"nn", "checkpoint", "parallel", "mesh_program"},
-    {"outside", "simulation"},
+    {"outside", "refit", "simulation"},
     {"auto", "debug", "optim"},
     {"huggingface", "lightning", "planner", "verify"},
     {"__init__", "lax", "smoke"},  # what users see and run
@@ -308,6 +308,7 @@ FOLDERS = (
     "checkpoint/files",
     "parallel",
     "parallel/pipeline",
+    "refit",
 )
 
 
@@ -397,6 +398,7 @@ BUDGETS = {
     "outside": 1900,
     "parallel": 3650,
     "planner": 2200,
+    "refit": 1450,
     "simulation": 850,
     "verify": 1550,
 }

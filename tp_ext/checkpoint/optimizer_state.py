@@ -128,7 +128,7 @@ class HeldState:
 
 
 @functools.cache
-def _hyperparameters() -> frozenset[str]:
+def hyperparameters() -> frozenset[str]:
     """Returns the options by which the classes of ``torch.optim`` differ: all but those that say how to compute, of
     which each version of torch has others."""
     classes = [one for one in vars(torch.optim).values() if isinstance(one, type) and issubclass(one, Optimizer)]
@@ -142,7 +142,7 @@ def _hyperparameters() -> frozenset[str]:
 def check_class(held: HeldState, saved: Iterable[str], where: str) -> None:
     """Raises ValueError if the options of a parameter group, which were saved, are those of another class of optimizer
     than this one: its state would then lack what a step reads. Only options that an optimizer of torch has count."""
-    own, other = (set(names) & _hyperparameters() for names in (held.inner.defaults, saved))
+    own, other = (set(names) & hyperparameters() for names in (held.inner.defaults, saved))
     if own != other:
         more = "; ".join(
             f"{what} {sorted(names)}" for what, names in (("it has no", own - other), ("it has", other - own)) if names

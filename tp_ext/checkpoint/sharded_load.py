@@ -175,7 +175,7 @@ class _Destination:
 
     def __init__(self, model: Census, optimizer: Optimizer | None, metadata: Metadata) -> None:
         self.flat, self.paths = flatten_state_dict(sharded_state(model, None)[0])
-        _check_writable(self.flat)
+        check_writable(self.flat)
         self.extra: dict[str, Any] = {name: entry.owner for name, entry in model.state().items() if entry.extra}
         self.optimizer = optimizer
         self.options: list[dict[str, list[str]]] = []  # per group of the optimizer: flat keys by option
@@ -212,7 +212,7 @@ class _Destination:
                 states = self.states[one.param] = {}
                 for key, entry in saved_states.get(one.name, {}).items():
                     flat_key = f"optimizer.state.{one.name}.{key}"
-                    value = _state(key, entry, one, held)
+                    value = state_to_load(key, entry, one, held)
                     states[key] = flat_key, value
                     # DCP fills these chunks in place; other values are set by put_back
                     self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, chunks)
@@ -252,7 +252,7 @@ class _Destination:
                     param_group[key] = value
 
 
-def _check_writable(flat: StateDict) -> None:
+def check_writable(flat: StateDict) -> None:
     """Raises ValueError if two elements of a tensor are at one place in memory, as in an expanded buffer."""
     for key, value in flat.items():
         for _, chunk, _ in value.local_chunks if isinstance(value, ChunkedTensor) else ():
@@ -277,7 +277,7 @@ def _option(entry: Any) -> Tensor | None:
     return torch.zeros(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def _state(key: str, entry: Any, of: OptimizedParameter, held: HeldState) -> Tensor | None:
+def state_to_load(key: str, entry: Any, of: OptimizedParameter, held: HeldState) -> Tensor | None:
     """Returns the optimizer's tensor, or a new one as torch.optim would make it; None if the entry is no tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None

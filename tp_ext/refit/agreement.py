@@ -1,0 +1,90 @@
+"""What the ranks of a refit must agree about: arguments, models, and that nothing has changed since the plan."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from tp_ext.refit.contents import Description
+
+
+class Report(NamedTuple):
+    host: str
+    arguments: str
+    token: str
+    source: Description | None
+    target: Description | None
+
+
+def checked_names(names: Mapping[str, Any] | None) -> dict[str, Any]:
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names: {names!r} must be a dict, from names of the target to names of the source")
+    for name, given in names.items():
+        for one in given if isinstance(given, list) and given else [given]:
+            part = isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], int)
+            if not isinstance(name, str) or not (isinstance(one, str) or part):
+                raise TypeError(
+                    f"names: {name!r}: {given!r} must be a name, a pair of a name and the index of a part, or a list"
+                )
+    return dict(names)
+
+
+def check_reports(reports: Sequence[Report]) -> None:
+    for rank, one in enumerate(reports):
+        if one.arguments != reports[0].arguments:
+            raise ValueError(
+                f"refit.plan: its arguments must be the same on all ranks, and are {reports[0].arguments} on rank 0, "
+                f"{one.arguments} on rank {rank}"
+            )
+    for side in ("source", "target"):
+        if all(getattr(one, side) is None for one in reports):
+            raise ValueError(f"{side}: None on all ranks; it must be a model on some rank of process_group")
+    kinds = [
+        {of.optimizer for one in reports if (of := getattr(one, side)) is not None and of.optimizer is not None}
+        for side in ("source", "target")
+    ]
+    if kinds[1] and not kinds[0]:
+        raise ValueError(
+            "optimizers: that of the source is None on all ranks, and must be an optimizer, as the target's"
+        )
+    options = {names for of_side in kinds for _, names in of_side} if kinds[1] else set()
+    if len(options) > 1:
+        shown = [", ".join(sorted(name for name, _ in of_side)) for of_side in kinds]
+        raise ValueError(
+            f"optimizers: that of the target, {shown[1]}, must be of the class of that of the source, {shown[0]}, "
+            "whose options are others"
+        )
+
+
+def check_unchanged(before: Description, now: Description, side: str) -> None:
+    """Raises ValueError if a model has other entries than when the plan was made."""
+    if before.items != now.items:
+        item = min({*before.items}.symmetric_difference(now.items), key=lambda item: item.text)
+        raise ValueError(f"{side}: {item.text!r} must be as it was when the plan was made: make a new plan")
+    if [one.item for one in before.optimized] != [one.item for one in now.optimized]:
+        raise ValueError(
+            f"optimizers: that of the {side} must hold the parameters that it held when the plan was made: make a new "
+            "plan"
+        )
+
+
+def host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{boot} {socket.gethostname()}"
+
+
+def device(group: ProcessGroup | None, reports: Sequence[Report]) -> torch.device:
+    """Returns the device of the buckets: CUDA if tensors are there and the group communicates there by NCCL."""
+    types = {of.device for one in reports for of in (one.source, one.target) if of is not None}
+    if "cuda" in types and group is not None and "nccl" in str(dist.get_backend_config(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,210 @@
+"""The contents of a model on this rank: the chunks of its entries, as all ranks know them and as live tensors."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
+from tp_ext.checkpoint.optimizer_state import HeldState, copy_of_state, hyperparameters
+from tp_ext.checkpoint.sharded import LocalChunks, shard_optimizer_state, sharded_state
+from tp_ext.checkpoint.sharded_load import check_writable, state_to_load
+from tp_ext.model.census import OptimizedParameter, census, device_of
+from tp_ext.model.fqn import Entry
+from tp_ext.model.stages import Stages
+from tp_ext.refit.rectangles import Ints, Rectangle
+
+SIDES = "source", "target"
+
+
+class Item(NamedTuple):
+    """A tensor of a model as a rank has it.
+
+    Attributes:
+        name: its name in the unsharded model.
+        key: of the state of an optimizer for the parameter of that name; "" for a parameter or buffer.
+        shape, dtype: of the full tensor.
+        chunks: the rectangles of the full tensor that the rank holds.
+        parts: the dim and the sizes of the parts, if there are several (q, k, v).
+        names: all names of a tensor that has several.
+    """
+
+    name: str
+    key: str
+    shape: Ints
+    dtype: torch.dtype
+    chunks: tuple[Rectangle, ...]
+    parts: tuple[int, Ints] | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Its name in messages."""
+        return f"{self.name}.{self.key}" if self.key else self.name
+
+
+class Optimized(NamedTuple):
+    """A parameter whose state an optimizer holds on this rank: the parameter as an :class:`Item`, and the dtypes of the
+    state that there is."""
+
+    item: Item
+    dtypes: dict[str, torch.dtype]
+
+
+class Description(NamedTuple):
+    """The contents of a model on one rank for the other ranks.
+
+    Attributes:
+        items: its parameters and buffers; of a source also the states of its optimizer.
+        optimized: of a target: what its optimizer holds.
+        ties: pairs of names of one tensor.
+        optimizer: the class of the optimizer, and its options by which classes differ; None without one.
+        device: the type of the device on which its tensors are communicated.
+    """
+
+    items: list[Item]
+    optimized: list[Optimized]
+    ties: list[tuple[str, str]]
+    optimizer: tuple[str, frozenset[str]] | None
+    device: str
+
+
+class Contents:
+    """The contents of a model on this rank at one moment; a run reads them again.
+
+    Attributes:
+        description: for the other ranks.
+        views: of each item its chunks, in the order of the description.
+        parameters: the live parameters, by name.
+
+    Args:
+        side: ``"source"`` or ``"target"``.
+        planned: the parameters that there must be.
+
+    Raises:
+        ValueError, TypeError: see :func:`tp_ext.sharded_state_dict`; a state of the optimizer that is no tensor; an
+            entry of a target that is expanded; a parameter that is not the planned one.
+    """
+
+    def __init__(
+        self,
+        model: Stages,
+        optimizer: Optimizer | None,
+        buffers: bool,
+        side: str,
+        planned: Mapping[str, Tensor] | None,
+    ) -> None:
+        known, target = census(model), side == "target"
+        entries = known.state()
+        self.parameters = {name: entry.value for name, entry in entries.items() if _is_parameter(entry)}
+        for name, param in {} if planned is None else planned.items():
+            if self.parameters.get(name) is not param:
+                raise ValueError(
+                    f"{side}: {name!r} must be the parameter for which the plan was made, and was replaced"
+                )
+        state = sharded_state(known, None if target else optimizer)[0]
+        items: list[Item] = []
+        self.views: list[list[Tensor]] = []
+        ties = [(name, entry.copy_of) for name, entry in entries.items() if entry.copy_of]
+        names: dict[int, list[str]] = {}
+        for name, entry in entries.items():
+            if not entry.extra:
+                names.setdefault(id(entry.value), []).append(name)
+        for name, entry in entries.items():
+            if entry.extra or not (buffers or _is_parameter(entry)):
+                continue
+            first, *others = names[id(entry.value)]
+            if first != name:
+                continue
+            ties += [(first, other) for other in others]
+            value = state["model"][name]
+            if target:
+                check_writable({name: value})
+            items.append(_item(name, "", value, entry, tuple(names[id(entry.value)])))
+            self.views.append(_chunks(value))
+        for key, value in state.get("optimizer", {}).items():
+            if not key.startswith("state."):
+                continue
+            name, _, key = key.removeprefix("state.").rpartition(".")
+            if not isinstance(value, Tensor):
+                raise ValueError(f"optimizer: state {key!r} of {name!r}, {value!r}, must be a tensor")
+            items.append(_item(name, key, value))
+            self.views.append(_chunks(value))
+        self._known, self._optimizer = known, optimizer
+        self.held = None if optimizer is None else HeldState(optimizer)
+        kind = None
+        if self.held is not None:
+            kind = type(self.held.inner).__name__, frozenset(self.held.inner.defaults) & hyperparameters()
+        optimized = [one for _, one in self._optimized()] if target else []
+        device = next((device_of(tensor).type for tensor in known.tensors), "cpu")
+        self.description = Description(items, optimized, ties, kind, device)
+
+    @property
+    def storages(self) -> Iterator[tuple[int, str]]:
+        """Yields the address of the memory of each tensor, with its name."""
+        for item, views in zip(self.description.items, self.views, strict=True):
+            for view in views:
+                yield view.untyped_storage().data_ptr(), item.text
+
+    def _optimized(self) -> Iterator[tuple[OptimizedParameter, Optimized]]:
+        """Yields the parameters whose state is on this rank, copies of others that are here left out."""
+        if self._optimizer is None or self.held is None:
+            return
+        params, chunks = self._known.optimized(self._optimizer), LocalChunks(self._known.groups)
+        originals = {one.name for one in params if not one.copy}
+        for one in params:
+            if self.held.holds(one.param) and not (one.copy and one.name in originals):
+                shape, held = chunks.of(one.param, one.layout)
+                places = tuple(Rectangle(chunk.offsets, tuple(chunk.tensor.shape)) for chunk in held)
+                states = {key: v.dtype for key, v in self.held.of(one.param).items() if isinstance(v, Tensor)}
+                yield one, Optimized(Item(one.name, "*", tuple(shape), one.param.dtype, places), states)
+
+    def make_states(self, items: list[list[Item]]) -> None:
+        """Gives each parameter of a target's optimizer the state of these items, one list per parameter: the tensors
+        that are there, else new ones of zeros, whose chunks are added to :attr:`views`."""
+        if self.held is None or self._optimizer is None:
+            return
+        chunks, made = LocalChunks(self._known.groups), dict[str, Tensor]()
+        for (one, _), of_param in zip(list(self._optimized()), items, strict=True):
+            states = {}
+            for item in of_param:
+                metadata = TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), [])
+                value = state_to_load(item.key, metadata, one, self.held)
+                states[item.key] = value
+                self.views.append(_chunks(shard_optimizer_state(item.key, value, one, chunks)))
+            self.held.set(one.param, states)
+            made[one.name] = one.param
+        self._made = made
+
+    def copy_states(self) -> None:
+        """Gives the copies of parameters, where the original is here, too, the state of the original."""
+        if self.held is None or self._optimizer is None:
+            return
+        for one in self._known.optimized(self._optimizer):
+            if one.copy and one.name in self._made and self._made[one.name] is not one.param:
+                self.held.set(one.param, copy_of_state(self.held.of(self._made[one.name])))
+
+
+def _is_parameter(entry: Entry) -> bool:
+    return entry.local in entry.owner._parameters
+
+
+def _item(name: str, key: str, value: Tensor, entry: Entry | None = None, names: tuple[str, ...] = ()) -> Item:
+    chunked = value.local_chunks if isinstance(value, ChunkedTensor) else [((0,) * value.dim(), value, True)]
+    places = tuple(Rectangle(offsets, tuple(view.shape)) for offsets, view, _ in chunked if view.numel())
+    fused = None
+    for sharding, _ in entry.layout if entry is not None else ():
+        if len(sharding.parts) > 1:
+            fused = sharding.dim % value.dim(), tuple(part.size for part in sharding.parts)
+    return Item(name, key, tuple(value.shape), value.dtype, places, fused, names)
+
+
+def _chunks(value: Any) -> list[Tensor]:
+    if isinstance(value, ChunkedTensor):
+        return [view for _, view, _ in value.local_chunks if view.numel()]
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return [local.detach()] if local.numel() else []

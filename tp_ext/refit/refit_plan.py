@@ -1,0 +1,372 @@
+"""Plans that move weights between models in memory, and their runs."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from tp_ext._checks import check_bool, check_int
+from tp_ext._checksum import bits_of, checksum
+from tp_ext._object_collectives import call_and_gather, call_on_all_ranks
+from tp_ext.checkpoint.optimizer_state import check_optimizer
+from tp_ext.model.stages import Stages, joined
+from tp_ext.refit.agreement import Report, check_reports, check_unchanged, checked_names, device, host
+from tp_ext.refit.buckets import Round, cast_into, view_of
+from tp_ext.refit.contents import SIDES, Contents
+from tp_ext.refit.lost import RankLost, Watch
+from tp_ext.refit.routes import Move, Routes
+
+_ON_CPU = 4 << 20
+
+
+class Moved(NamedTuple):
+    """What a run has moved for this rank, in bytes: sent to other ranks, received from them, copied in the process."""
+
+    sent: int
+    received: int
+    copied: int
+
+
+def plan(
+    source: Stages | None,
+    target: Stages | None,
+    *,
+    process_group: ProcessGroup | None = None,
+    names: Mapping[str, Any] | None = None,
+    optimizers: Sequence[Optimizer | None] | None = None,
+    buffers: bool = True,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = 64 << 20,
+    atomic: bool = True,
+) -> "RefitPlan":
+    """Plans how the parameters of one model get the values of another's, whatever the layouts of the two and the ranks
+    that hold them.
+
+    ::
+
+        plan = tp_ext.refit.plan(run.state, None)    # on the ranks that train
+        plan = tp_ext.refit.plan(None, generator)    # on the others
+        moved = plan.run()                           # on all, as often as the weights have changed
+
+    Every target has afterwards, bit by bit, what it would have after a save of the source and a load. Every rank of
+    ``process_group`` calls :func:`plan` and then :meth:`RefitPlan.run`, with None for a model that it does not have.
+
+    Args:
+        source, target: a module, wrapped or not, the list of the stages of a pipeline that this rank holds, or
+            ``run.state`` of :func:`tp_ext.parallelize`. They share no memory. Names are those of the unsharded model.
+        process_group: the ranks of both models; None: all ranks of the job.
+        names: a name of the target -> a name of the source; ``(name, i)`` for part i of a fused parameter, as its
+            :class:`tp_ext.Sharding` has them (q, k, v; gate, up); or a list of these, which are concatenated along the
+            dim in which their lengths add up. Others have equal names. Tied parameters need one of their names.
+        optimizers: ``(optimizer of the source, optimizer of the target)``, None on a rank without the model: their
+            states move, too, by the name of the parameter. A target without state gets it; options of parameter groups
+            stay the target's.
+        buffers: whether persistent buffers move, too. Extra state does not.
+        dtype: the values are those of ``source.to(dtype)``; optimizer states are not cast. None: as of the source.
+        bucket_bytes: the most bytes that a rank sends, and receives, in one collective.
+        atomic: holds what a rank receives until all ranks have received all, so that no failure leaves a target with
+            weights of two models. Memory: the bytes that the rank receives, and a bucket; else two buckets.
+
+    Each rank receives the elements of its target that its own source does not hold, once, in the narrowest of the
+    dtypes that the values pass through: those of the source, of ``dtype``, and of the target. They come from a rank of
+    the same host that holds them, if there is one, of several from the one that has sent least. Copies of the source on
+    several ranks are taken to be equal (see ``check`` of :meth:`RefitPlan.run`).
+
+    Communicates: one all-gather of objects: names, shapes and chunks.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError, on all ranks: neither model on any rank, or arguments that differ between ranks; an entry of the
+            target without a source, or whose full shape is another one; a name in ``names`` that is not there; elements
+            that no rank holds; models that share memory; optimizers of different classes, a state that is no tensor;
+            an entry on the meta device. Others as :func:`tp_ext.sharded_state_dict`.
+    """
+    for model in (source, target):
+        if model is not None:
+            joined(model)
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise TypeError(f"process_group: {process_group!r} must be a ProcessGroup, of which this rank is a member")
+    check_bool(buffers=buffers, atomic=atomic)
+    check_int(least=64, bucket_bytes=bucket_bytes)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: {dtype!r} must be a floating-point torch.dtype, or None")
+    names = checked_names(names)
+    pair = (None, None) if optimizers is None else tuple(optimizers)
+    if len(pair) != 2:
+        raise ValueError(
+            f"optimizers: {len(pair)} optimizers must be a pair, that of the source and that of the target"
+        )
+    for optimizer, model, side in zip(pair, (source, target), SIDES, strict=True):
+        check_optimizer(optimizer)
+        if optimizer is not None and model is None:
+            raise ValueError(f"optimizers: that of the {side} must be None on a rank that does not have the {side}")
+    return RefitPlan(source, target, process_group, names, pair, buffers, dtype, bucket_bytes, atomic)
+
+
+class RefitPlan:
+    """The way of weights from one model to another, which :func:`plan` makes; it serves any number of runs.
+
+    Attributes:
+        bytes: the sum over all ranks of the bytes that a run receives.
+    """
+
+    def __init__(
+        self,
+        source: Stages | None,
+        target: Stages | None,
+        group: ProcessGroup | None,
+        names: Mapping[str, Any],
+        optimizers: tuple[Optimizer | None, ...],
+        buffers: bool,
+        dtype: torch.dtype | None,
+        bucket: int,
+        atomic: bool,
+    ) -> None:
+        self._models, self._optimizers = (source, target), optimizers
+        self._buffers, self._atomic = buffers, atomic
+        self._group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self._rank = 0 if self._group is None else self._group.rank()
+        self._first: list[Contents | None] = [None, None]
+        arguments = f"names={dict(names)}, buffers={buffers}, dtype={dtype}, bucket_bytes={bucket}, atomic={atomic}"
+        reports = call_and_gather(self._group, lambda: self._report(arguments))
+        check_reports(reports)
+        self._device = device(self._group, reports)
+        # Memory of that size is in the caches when it is read, and malloc has it again: 64 MiB take twice as long
+        bucket = min(bucket, _ON_CPU) if self._device.type == "cpu" else bucket
+        routes = Routes(
+            [one.source for one in reports],
+            [one.target for one in reports],
+            [one.host for one in reports],
+            names,
+            dtype,
+            bucket,
+        )
+        rank, size = self._rank, len(reports)
+        self._states, self._shared = routes.states[rank], list(routes.shared())
+        self.bytes = sum(move.bytes for round_ in routes.rounds for move in round_)
+        self._rounds = [Round(moves, rank, size) for moves in routes.rounds]
+        self._copies = [move for move in routes.copies if move.sender == rank]
+        self._repeats = [repeat for repeat in routes.repeats if repeat.rank == rank]
+        store = None if self._group is None else dist.distributed_c10d._get_process_group_store(self._group)
+        self._watch = Watch(store, reports[0].token, rank, size)
+
+    @torch.no_grad()
+    def run(self, *, check: bool = False) -> Moved:
+        """Moves the weights, as they are now. Every rank of the group calls it.
+
+        Args:
+            check: compares checksums of the elements of the source that several ranks hold, before anything is moved.
+                The same on all ranks.
+
+        Communicates: an all-to-all per bucket, and one all-reduce of one number, by which all ranks confirm: after the
+        buckets if ``atomic``, else before them. With ``check`` also one all-gather of objects. The store of the group
+        gets a sign of life of each rank four times a second, and the decision that all install.
+
+        Raises:
+            ValueError: on all ranks, nothing has changed then: a parameter of a model was replaced since the plan was
+                made, or states of the optimizer came or went; with ``check``, ranks that hold different values.
+            RankLost: a rank died, or did not call this within the timeout of the group.
+        """
+        check_bool(check=check)
+        self._watch.begin()
+        try:
+            return self._move(check)
+        finally:
+            self._watch.end()
+
+    def _move(self, check: bool) -> Moved:
+        problem: Exception | None = None
+        here: list[Contents | None] = [None, None]
+        try:
+            here = self._read(again=True)
+        except (ValueError, TypeError) as error:
+            problem = error
+        source, target = here
+        if check:
+            self._check_replicas(source, problem)
+        if not self._atomic:
+            self._confirm(problem)
+            self._prepare(target)
+        held = []
+        # One for all rounds: new memory takes as long as a copy
+        most = max((sum(round_.out) for round_ in self._rounds), default=0)
+        bucket = torch.empty(most, dtype=torch.uint8, device=self._device)
+        for round_ in self._rounds:
+            buffer = self._exchange(round_, source, target, bucket)
+            if self._atomic:
+                held.append(buffer)
+            else:
+                self._install(round_, buffer, target)
+        del bucket
+        lost = None
+        if self._atomic:
+            lost = self._confirm(problem)
+            self._prepare(target)
+            for round_ in self._rounds:
+                self._install(round_, held.pop(0), target)
+        copied = self._copy_within(source, target)
+        if lost is not None:
+            raise lost
+        sent, received = (
+            sum(sum(one) for one in sizes) for sizes in ([r.out for r in self._rounds], [r.into for r in self._rounds])
+        )
+        return Moved(sent, received, copied)
+
+    def _read(self, *, again: bool = False) -> list[Contents | None]:
+        """Returns the contents of both models; ``again``: those that were planned, else ValueError."""
+        found: list[Contents | None] = []
+        for side, model, optimizer, planned in zip(SIDES, self._models, self._optimizers, self._first, strict=True):
+            one = None
+            if model is not None:
+                known = planned.parameters if again and planned is not None else None
+                one = Contents(model, optimizer, self._buffers, side, known)
+                if again and planned is not None:
+                    check_unchanged(planned.description, one.description, side)
+            found.append(one)
+        return found
+
+    def _report(self, arguments: str) -> Report:
+        self._first = self._read()
+        source, target = self._first
+        if source is not None and target is not None:
+            taken = dict(source.storages)
+            for address, name in target.storages:
+                if address in taken:
+                    raise ValueError(
+                        f"target: {name!r} shares memory with {taken[address]!r} of the source, and must not"
+                    )
+        return Report(
+            host(),
+            arguments,
+            secrets.token_hex(8),
+            None if source is None else source.description,
+            None if target is None else target.description,
+        )
+
+    def _exchange(self, round_: Round, source: Contents | None, target: Contents | None, bucket: Tensor) -> Tensor:
+        """Sends what a round sends, by way of ``bucket``, and returns what it receives; without ``atomic`` in the
+        target's own memory, where that is possible."""
+        sent = bucket[: sum(round_.out)]
+        # None: this rank has a problem, and what it sends is not used
+        if (whole := self._direct(round_.sends, source, "source")) is not None:
+            sent = whole
+        elif source is not None:
+            for move, part in zip(round_.sends, round_.parts(sent, round_.sends), strict=True):
+                cast_into(part, view_of(source, move.source, move.sizes), move.dtypes[: move.wire + 1])
+        received = None if self._atomic else self._direct(round_.receives, target, "target")
+        if received is None:
+            received = torch.empty(sum(round_.into), dtype=torch.uint8, device=self._device)
+        try:
+            dist.all_to_all_single(received, sent, round_.into, round_.out, group=self._group)
+        except RuntimeError as error:
+            self._watch_failed(error, not self._atomic)
+        return received
+
+    def _direct(self, moves: Sequence[Move], contents: Contents | None, side: str) -> Tensor | None:
+        """Returns the memory of the only move of a round, if a collective can use it as it is."""
+        if len(moves) != 1 or contents is None:
+            return None
+        view = view_of(contents, moves[0].source if side == "source" else moves[0].target, moves[0].sizes)
+        as_sent = view.dtype == moves[0].dtypes[moves[0].wire] and view.device == self._device
+        return view.view(-1).view(torch.uint8) if as_sent and view.is_contiguous() else None
+
+    def _install(self, round_: Round, buffer: Tensor, target: Contents | None) -> None:
+        if not self._atomic and self._direct(round_.receives, target, "target") is not None:
+            return
+        for move, part in zip(round_.receives, round_.parts(buffer, round_.receives), strict=True):
+            assert target is not None
+            cast_into(view_of(target, move.target, move.sizes), part, move.dtypes[move.wire :])
+
+    def _prepare(self, target: Contents | None) -> None:
+        if target is not None:
+            target.make_states(self._states)
+
+    def _copy_within(self, source: Contents | None, target: Contents | None) -> int:
+        """Copies what this rank has itself; returns the number of bytes."""
+        if target is None:
+            return 0
+        copied = 0
+        for move in self._copies:
+            assert source is not None
+            cast_into(view_of(target, move.target, move.sizes), view_of(source, move.source, move.sizes), move.dtypes)
+            copied += move.bytes
+        for repeat in self._repeats:
+            value = view_of(target, repeat.source, repeat.sizes)
+            view_of(target, repeat.target, repeat.sizes).copy_(value)
+            copied += value.nbytes
+        target.copy_states()
+        return copied
+
+    def _confirm(self, problem: Exception | None) -> RankLost | None:
+        """Returns when all ranks have confirmed; an error if one was lost afterwards, so that all install.
+
+        Raises:
+            ValueError, TypeError: a rank has a problem. RankLost: not all have confirmed.
+        """
+        if problem is not None and self._atomic:
+            self._watch.decide(False)
+        self._watch.confirm()
+        flag = torch.tensor([int(problem is not None)], device=self._device)
+        try:
+            if self._group is not None:
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+            failed = bool(flag)
+        except RuntimeError as error:
+            if not self._atomic:
+                self._watch_failed(error, False)
+            if not self._watch.decide(self._watch.all_confirmed()):
+                self._watch_failed(error, False)
+            return self._lost(error, True, "all had confirmed before, and the target has its new weights")
+        if self._atomic and not self._watch.decide(not failed) and not failed:
+            # A rank that did not see all confirm has decided for all
+            self._watch_failed(RuntimeError("another rank of the group failed"), False)
+        if failed:
+            call_on_all_ranks(self._group, lambda: _raise(problem))
+        return None
+
+    def _watch_failed(self, error: RuntimeError, mixed: bool) -> None:
+        state = "the target has its old weights"
+        if mixed:
+            state = "atomic=False: the target is mixed, of old and new weights"
+        raise self._lost(error, False, state) from error
+
+    def _lost(self, error: RuntimeError, installed: bool, state: str) -> RankLost:
+        """Returns the error that names the ranks that died; raises that of the collective if none did."""
+        silent = self._watch.silent()
+        if not silent and not installed:
+            raise error
+        ranks = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
+        lost = RankLost([ranks[rank] for rank in silent], installed, state)
+        lost.__cause__ = error
+        return lost
+
+    def _check_replicas(self, source: Contents | None, problem: Exception | None) -> None:
+        def checksums() -> dict[int, tuple[int, ...]]:
+            _raise(problem)
+            found = {}
+            for number, shared in enumerate(self._shared):
+                if source is not None and (place := shared.places.get(self._rank)) is not None:
+                    found[number] = tuple(checksum(bits_of(view_of(source, place, shared.sizes))).tolist())
+            return found
+
+        reports = call_and_gather(self._group, checksums)
+        ranks = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
+        for number, shared in enumerate(self._shared):
+            by_value: dict[tuple[int, ...], list[int]] = {}
+            for rank in shared.places:
+                by_value.setdefault(reports[rank][number], []).append(ranks[rank])
+            if len(by_value) > 1:
+                raise ValueError(
+                    f"source: {shared.text!r} must be equal on the ranks that hold the same elements, and differs "
+                    f"between ranks {' and '.join(map(str, by_value.values()))}"
+                )
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem

@@ -1,0 +1,411 @@
+"""The table of what is moved: the intersection of what ranks hold of a source with what others need for a target."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tp_ext.refit.contents import Description, Item
+from tp_ext.refit.rectangles import Ints, Rectangle, cells, intersection, remaining, split
+
+Names = Mapping[str, Any]
+Key = tuple[str, str]
+
+
+class Place(NamedTuple):
+    """A rectangle of a chunk on a rank: the index of the item and of its chunk there, and its first index in it."""
+
+    item: int
+    chunk: int
+    start: Ints
+
+
+class Move(NamedTuple):
+    """A rectangle that a rank sends to another, or copies (``sender == receiver``).
+
+    Attributes:
+        source, target: its place on the sender and on the receiver.
+        dtypes: the dtypes that its values have one after the other, from the source's to the target's.
+        wire: the index of the one that is sent.
+    """
+
+    sender: int
+    receiver: int
+    source: Place
+    target: Place
+    sizes: Ints
+    dtypes: tuple[torch.dtype, ...]
+    wire: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are sent."""
+        return Rectangle((), self.sizes).numel * self.dtypes[self.wire].itemsize
+
+
+class Repeat(NamedTuple):
+    """A rectangle of a target that the rank receives for another tensor of its target, too."""
+
+    rank: int
+    source: Place
+    target: Place
+    sizes: Ints
+
+
+class Shared(NamedTuple):
+    """A rectangle of the source that several ranks hold: the text of its item, and its place on each rank."""
+
+    text: str
+    places: dict[int, Place]
+    sizes: Ints
+
+
+class _Held(NamedTuple):
+    rank: int
+    item: int
+    chunk: int
+    rectangle: Rectangle
+
+
+class _Source(NamedTuple):
+    """A tensor of the source: of one of its items what all have, the chunks of each rank, and disjoint cells."""
+
+    item: Item
+    held: dict[int, list[_Held]]
+    cells: list[tuple[Rectangle, Ints]]
+
+    def place(self, rank: int, rectangle: Rectangle) -> Place:
+        """Returns where a rank that holds a part of a cell has it."""
+        one = next(one for one in self.held[rank] if intersection(one.rectangle, rectangle) == rectangle)
+        return Place(one.item, one.chunk, rectangle.within(one.rectangle))
+
+
+class _Segment(NamedTuple):
+    """A rectangle of a target's tensor that is a rectangle of a tensor of the source, ``by`` further."""
+
+    source: _Source
+    rectangle: Rectangle
+    by: Ints
+
+
+# [Note: a refit is the intersection of two tables]
+class Routes:
+    """All moves between the ranks of a group, computed alike on all of them.
+
+    Args:
+        sources, targets: the description of each rank's model, None on a rank without one.
+        hosts: the host of each rank.
+        names, dtype: see :func:`tp_ext.refit.plan`.
+        bucket: the most bytes that a rank sends, and receives, in a round.
+
+    Attributes:
+        states: of each rank, for each parameter of its target's optimizer, the items of its state.
+        rounds: the moves between ranks, by round.
+        copies: the moves within a rank.
+        repeats, shared: see their classes.
+
+    Raises:
+        ValueError: an entry of the target without a source, or of another shape; names that are not there; elements
+            that no rank holds; ranks that disagree about an entry.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Description | None],
+        targets: Sequence[Description | None],
+        hosts: Sequence[str],
+        names: Names,
+        dtype: torch.dtype | None,
+        bucket: int,
+    ) -> None:
+        self._hosts, self._names, self._dtype = hosts, names, dtype
+        self._first = _first_names(sources)
+        self._sources = _sources_of(sources, self._first)
+        params = [item for one in sources if one for item in one.items if not item.key]
+        self._params = {name: item for item in params for name in item.names}
+        self._sent = [0] * len(hosts)
+        self._segments: dict[Item, list[_Segment]] = {}
+        self.copies: list[Move] = []
+        self.repeats: list[Repeat] = []
+        known = {name for one in targets if one for item in one.items for name in (item.name, *item.names)}
+        if unknown := sorted(names.keys() - known):
+            raise ValueError(f"names: {unknown[0]!r} must be an entry of the target")
+        self.states = [
+            [self._state_items(one, target) for one in target.optimized] if target else [] for target in targets
+        ]
+        moves: list[Move] = []
+        for rank, target in enumerate(targets):
+            items = [*target.items, *(item for items in self.states[rank] for item in items)] if target else []
+            for move in self._moves_to(rank, items):
+                if move.sender == move.receiver:
+                    self.copies += _split(move, bucket)
+                else:
+                    moves += _split(move, bucket)
+        self.rounds = list(_rounds(moves, len(hosts), bucket))
+
+    def _source_of(self, name: str, item: Item) -> tuple[_Source, str]:
+        source = self._sources.get((self._first.get(name, name), item.key))
+        if source is None:
+            what = f"{name}.{item.key}" if item.key else name
+            raise ValueError(f"source: must have an entry {what!r}, for {item.text!r} of the target; see names=")
+        return source, name
+
+    def _given(self, item: Item) -> list[Any]:
+        """Returns the names of the source, or pairs of a name and the index of a part, that make up an item."""
+        found = next((name for name in item.names if name in self._names), None)
+        if found is None:
+            # Of tied names one is enough
+            known = (name for name in item.names if (self._first.get(name, name), item.key) in self._sources)
+            return [next(known, item.name)]
+        given = self._names[found]
+        return list(given) if isinstance(given, list) else [given]
+
+    def _state_items(self, one: Any, target: Description) -> list[Item]:
+        """Returns the items of the state that a parameter of the target's optimizer gets."""
+        param = one.item
+        if (alias := next((item for item in target.items if param.name in item.names), None)) is not None:
+            param = param._replace(names=alias.names)
+        first = self._given(param)[0]
+        name = first[0] if isinstance(first, tuple) else first
+        owner = self._first.get(name, name)
+        items = []
+        for (held, key), source in self._sources.items():
+            if held != owner or not key:
+                continue
+            shape, scalar = source.item.shape, not source.item.shape
+            of_param = shape == self._params[name].shape and not scalar
+            if not (scalar or of_param) and [chunk.sizes for chunk in param.chunks] != [param.shape]:
+                raise ValueError(
+                    f"optimizers: state {key!r} of {param.name!r} has shape {shape} and must have that of the "
+                    "parameter, by whose layout it is sharded"
+                )
+            chunks = param.chunks if of_param or param.shape == shape else (Rectangle((0,) * len(shape), shape),)
+            full = param.shape if of_param else shape
+            dtype = one.dtypes.get(key, source.item.dtype)
+            items.append(Item(param.name, key, full, dtype, chunks, names=param.names or (param.name,)))
+        return items
+
+    def _segments_of(self, item: Item) -> list[_Segment]:
+        """Returns the tensors of the source that make up an item of a target, by position in it."""
+        known = item._replace(chunks=(), dtype=torch.float32)
+        if known not in self._segments:
+            self._segments[known] = self._join(item)
+        return self._segments[known]
+
+    def _join(self, item: Item) -> list[_Segment]:
+        found: list[tuple[_Source, Rectangle]] = []
+        given = self._given(item)
+        for one in given if item.shape or not item.key else given[:1]:
+            name, index = one if isinstance(one, tuple) else (one, None)
+            source, _ = self._source_of(name, item)
+            whole = Rectangle((0,) * len(source.item.shape), source.item.shape)
+            found.append((source, whole if index is None or not whole.sizes else self._part(name, index, whole)))
+        shapes = [rectangle.sizes for _, rectangle in found]
+        dim = _joined_dim(shapes, item.shape)
+        if dim is None:
+            shown = " and ".join(map(str, shapes))
+            raise ValueError(
+                f"source: {shown} of {given!r} must make up the shape {item.shape} of {item.text!r} of the target"
+            )
+        segments, begin = [], 0
+        for source, rectangle in found:
+            starts = [0] * len(item.shape)
+            if starts:
+                starts[dim] = begin
+                begin += rectangle.sizes[dim]
+            here = Rectangle(tuple(starts), rectangle.sizes)
+            segments.append(_Segment(source, here, rectangle.within(here)))
+        return segments
+
+    def _part(self, name: str, index: int, whole: Rectangle) -> Rectangle:
+        dim, sizes = self._params[name].parts or (0, ())
+        if not 0 <= index < len(sizes):
+            raise ValueError(f"names: part {index} of {name!r} must be one of its {len(sizes) or 1} parts")
+        starts, shape = list(whole.starts), list(whole.sizes)
+        starts[dim], shape[dim] = sum(sizes[:index]), sizes[index]
+        return Rectangle(tuple(starts), tuple(shape))
+
+    def _moves_to(self, rank: int, items: Sequence[Item]) -> Iterator[Move]:
+        """Yields the moves by which a rank gets its items; notes :attr:`repeats`."""
+        # What the rank gets already: of each tensor of the source, in each dtype
+        got: dict[tuple[Key, tuple[torch.dtype, ...]], list[tuple[Rectangle, Place, Rectangle]]] = {}
+        for number, item in enumerate(items):
+            for segment in self._segments_of(item):
+                source = segment.source
+                dtypes = self._dtypes(source.item, item)
+                wire = min(range(len(dtypes)), key=lambda index: dtypes[index].itemsize)
+                earlier = got.setdefault(((source.item.name, source.item.key), dtypes), [])
+                for chunk, rectangle in enumerate(item.chunks):
+                    common = intersection(rectangle, segment.rectangle)
+                    if common is None:
+                        continue
+                    needed = common.moved(segment.by)
+                    origin = rectangle.moved(segment.by)
+                    rest = [needed]
+                    for other, place, other_origin in earlier:
+                        if (again := intersection(other, needed)) is not None:
+                            for part in _overlaps(rest, again):
+                                there = place._replace(start=part.within(other_origin))
+                                here = Place(number, chunk, part.within(origin))
+                                self.repeats.append(Repeat(rank, there, here, part.sizes))
+                            rest = remaining(rest, again)
+                    earlier.append((needed, Place(number, chunk, ()), origin))
+                    for part in rest:
+                        yield from self._fetch(rank, source, part, Place(number, chunk, ()), origin, dtypes, wire)
+
+    def _fetch(
+        self,
+        rank: int,
+        source: _Source,
+        part: Rectangle,
+        place: Place,
+        origin: Rectangle,
+        dtypes: tuple[torch.dtype, ...],
+        wire: int,
+    ) -> Iterator[Move]:
+        found = 0
+        for cell, holders in source.cells:
+            common = intersection(cell, part)
+            if common is None:
+                continue
+            found += common.numel
+            sender = rank if rank in holders else self._sender(rank, holders)
+            move = Move(
+                sender,
+                rank,
+                source.place(sender, common),
+                place._replace(start=common.within(origin)),
+                common.sizes,
+                dtypes,
+                wire,
+            )
+            if sender != rank:
+                self._sent[sender] += move.bytes
+            yield move
+        if found != part.numel:
+            raise ValueError(
+                f"source: {source.item.text!r} must be held as a whole by the ranks of process_group, which lack "
+                f"{part.numel - found} of {part.numel} elements that rank {rank} needs"
+            )
+
+    def _sender(self, receiver: int, holders: Ints) -> int:
+        near = [rank for rank in holders if self._hosts[rank] == self._hosts[receiver]]
+        return min(near or holders, key=lambda rank: (self._sent[rank], rank))
+
+    def _dtypes(self, source: Item, target: Item) -> tuple[torch.dtype, ...]:
+        dtypes = [source.dtype]
+        # As Module.to: of floating-point parameters and buffers
+        casts = not target.key and source.dtype.is_floating_point
+        for dtype in (self._dtype if casts else None, target.dtype):
+            if dtype is not None and dtype != dtypes[-1]:
+                dtypes.append(dtype)
+        return tuple(dtypes)
+
+    def shared(self) -> Iterator[Shared]:
+        """Yields the rectangles of the source that several ranks hold."""
+        for source in self._sources.values():
+            for cell, holders in source.cells:
+                if len(holders) > 1:
+                    yield Shared(source.item.text, {rank: source.place(rank, cell) for rank in holders}, cell.sizes)
+
+
+def _first_names(sources: Sequence[Description | None]) -> dict[str, str]:
+    """Returns, for each name of a tied tensor of the source, the first of its names."""
+    first: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while first.get(name, name) != name:
+            name = first[name]
+        return name
+
+    for one in sources:
+        for a, b in one.ties if one else ():
+            a, b = sorted((find(a), find(b)))
+            first[b] = a
+    return {name: find(name) for name in first}
+
+
+def _sources_of(sources: Sequence[Description | None], first: Mapping[str, str]) -> dict[Key, _Source]:
+    items: dict[Key, tuple[int, Item]] = {}
+    held: dict[Key, list[_Held]] = {}
+    for rank, one in enumerate(sources):
+        for number, item in enumerate(one.items if one else ()):
+            key = first.get(item.name, item.name), item.key
+            other_rank, other = items.setdefault(key, (rank, item))
+            if (item.shape, item.dtype) != (other.shape, other.dtype):
+                raise ValueError(
+                    f"source: {item.text!r} must be the same on all ranks, and has shape {other.shape} and "
+                    f"{other.dtype} on rank {other_rank}, {item.shape} and {item.dtype} on rank {rank}"
+                )
+            held.setdefault(key, []).extend(
+                _Held(rank, number, index, rectangle) for index, rectangle in enumerate(item.chunks)
+            )
+    cut: dict[Any, list[tuple[Rectangle, Ints]]] = {}
+    result = {}
+    for key, (_, item) in items.items():
+        ranks: dict[Rectangle, list[int]] = {}
+        by_rank: dict[int, list[_Held]] = {}
+        for chunk in held.get(key, ()):
+            by_rank.setdefault(chunk.rank, []).append(chunk)
+            if chunk.rank not in ranks.setdefault(chunk.rectangle, []):
+                ranks[chunk.rectangle].append(chunk.rank)
+        # Many tensors are held alike
+        table = tuple((rectangle, tuple(holders)) for rectangle, holders in ranks.items())
+        if table not in cut:
+            cut[table] = cells(dict(table))
+        result[key] = _Source(item._replace(name=key[0]), by_rank, cut[table])
+    return result
+
+
+def _joined_dim(shapes: Sequence[Ints], shape: Ints) -> int | None:
+    """Returns the dim along which tensors of these shapes make up one of ``shape``; None if there is none."""
+    if len(shapes) == 1:
+        return 0 if shapes[0] == shape else None
+    for dim in range(len(shape)):
+        lengths = [one[dim] for one in shapes if len(one) == len(shape)]
+        others = {(*one[:dim], shape[dim], *one[dim + 1 :]) for one in shapes}
+        if len(lengths) == len(shapes) and sum(lengths) == shape[dim] and others == {shape}:
+            return dim
+    return None
+
+
+def _overlaps(rectangles: Sequence[Rectangle], other: Rectangle) -> Iterator[Rectangle]:
+    for one in rectangles:
+        if (common := intersection(one, other)) is not None:
+            yield common
+
+
+def _split(move: Move, most: int) -> Iterator[Move]:
+    """Yields the moves of rectangles of at most ``most`` bytes in any of their dtypes."""
+    itemsize = max(dtype.itemsize for dtype in move.dtypes)
+    for part in split(Rectangle((0,) * len(move.sizes), move.sizes), max(1, most // itemsize)):
+        source, target = (
+            place._replace(start=tuple(a + b for a, b in zip(place.start, part.starts, strict=True)))
+            for place in (move.source, move.target)
+        )
+        yield move._replace(source=source, target=target, sizes=part.sizes)
+
+
+def _rounds(moves: Sequence[Move], ranks: int, most: int) -> Iterator[list[Move]]:
+    """Yields the moves of each round, in which a rank sends, and receives, at most ``most`` bytes of one size of
+    elements: so all are aligned in a bucket."""
+    for itemsize in sorted({move.dtypes[move.wire].itemsize for move in moves}, reverse=True):
+        rounds: list[list[Move]] = []
+        free: list[tuple[list[int], list[int]]] = []  # of each round: bytes that ranks may still send, receive
+        begin = [0] * ranks, [0] * ranks  # rounds before are nearly full for the rank
+        for move in moves:
+            if move.dtypes[move.wire].itemsize != itemsize:
+                continue
+            size, ends = move.bytes, (move.sender, move.receiver)
+            index = max(begin[0][ends[0]], begin[1][ends[1]])
+            while index < len(free) and min(free[index][0][ends[0]], free[index][1][ends[1]]) < size:
+                index += 1
+            if index == len(free):
+                rounds.append([])
+                free.append(([most] * ranks, [most] * ranks))
+            rounds[index].append(move)
+            for side, rank in enumerate(ends):
+                free[index][side][rank] -= size
+                while begin[side][rank] < len(free) and free[begin[side][rank]][side][rank] < most // 8:
+                    begin[side][rank] += 1
+        yield from rounds
