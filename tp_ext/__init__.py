@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tp_ext import debug as debug
     from tp_ext import lax as lax
     from tp_ext import optim as optim
+    from tp_ext import planner as planner
     from tp_ext import refit as refit
     from tp_ext import symmetric_memory as symmetric_memory
     from tp_ext.checkpoint.directory import load_checkpoint as load_checkpoint
@@ -148,7 +149,8 @@ _NAMES = {
     "sharding": "Layout Part Sharding",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = ["__version__", "auto", "build_info", "debug", "lax", "optim", "refit", "shm", "symmetric_memory", "verify"]
+__all__ = ["__version__", "auto", "build_info", "debug", "lax", "optim", "planner", "refit"]
+__all__ += ["shm", "symmetric_memory", "verify"]
 __all__ = sorted([*__all__, *_MODULES])
 
 

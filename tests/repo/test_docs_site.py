@@ -25,6 +25,7 @@ MODULES = (
     "huggingface",
     "lightning",
     "optim",
+    "planner",
     "refit",
 )
 
