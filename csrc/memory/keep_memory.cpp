@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -22,7 +21,7 @@ constexpr size_t kSmallest = 1 << 19;  // glibc's heap serves smaller blocks wit
 constexpr size_t kHugePage = 2 << 20;
 
 // Sizes in steps of an eighth of a power of two, so that an eighth of a block at most is unused
-size_t step_of(size_t bytes) { return std::bit_floor(bytes) / 8; }
+size_t step_of(size_t bytes) { return (size_t{1} << (63 - __builtin_clzll(bytes))) / 8; }
 size_t rounded_up(size_t bytes) {
   const size_t step = step_of(bytes);
   return (bytes + step - 1) / step * step;

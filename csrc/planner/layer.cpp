@@ -136,28 +136,29 @@ class Pricing {
                    double weight_grad) {
     const double features = column ? op.inputs : op.outputs;
     const double payload = gathered_ * features * layout_.element;
-    using enum Collective;
     if (column) {
       if (split_) {
-        tp_call(layer_.forward, AllGather, payload, forward);
+        tp_call(layer_.forward, Collective::AllGather, payload, forward);
         kept_ += payload;
-        if (op.outputs > 0) tp_call(layer_.input_grad, AllGather, payload, input_grad, true);
-        tp_call(layer_.input_grad, ReduceScatter, payload, weight_grad, true);
+        if (op.outputs > 0)
+          tp_call(layer_.input_grad, Collective::AllGather, payload, input_grad, true);
+        tp_call(layer_.input_grad, Collective::ReduceScatter, payload, weight_grad, true);
       } else {
-        tp_call(layer_.input_grad, AllReduce, payload, weight_grad, true);
+        tp_call(layer_.input_grad, Collective::AllReduce, payload, weight_grad, true);
       }
     } else {
-      tp_call(layer_.forward, split_ ? ReduceScatter : AllReduce, payload, forward);
+      tp_call(layer_.forward, split_ ? Collective::ReduceScatter : Collective::AllReduce, payload,
+              forward);
       if (layout_.tp > 1) kept_ += own_ * features * layout_.element;
       if (split_) {
-        tp_call(layer_.input_grad, AllGather, payload, input_grad);
-        if (op.bias) tp_call(layer_.weight_grad, AllReduce, features * layout_.element);
+        tp_call(layer_.input_grad, Collective::AllGather, payload, input_grad);
+        if (op.bias) tp_call(layer_.weight_grad, Collective::AllReduce, features * layout_.element);
       }
     }
     if (op.heads && op.kv_heads < layout_.tp) {  // copies of k and v: their gradients are summed
       const double rows = double(op.kv_heads) * (op.key_features + op.value_features);
-      tp_call(layer_.weight_grad, AllReduce, rows * op.inputs * layout_.element);
-      if (op.bias) tp_call(layer_.weight_grad, AllReduce, rows * layout_.element);
+      tp_call(layer_.weight_grad, Collective::AllReduce, rows * op.inputs * layout_.element);
+      if (op.bias) tp_call(layer_.weight_grad, Collective::AllReduce, rows * layout_.element);
     }
   }
 
@@ -227,26 +228,26 @@ class Pricing {
   void dispatch(const Op& op) {
     const double element = layout_.element, copies = double(op.top_k);
     const Group experts{layout_.ep, layout_.tp * layout_.cp};
-    using enum Collective;
     Seconds &forward = layer_.forward, &backward = layer_.input_grad;
     if (layout_.ep > 1) {
       const double payload = tokens_ * copies * op.inputs * element;
-      call(forward, Axis::Ep, AllGather, experts, 8.0 * double(op.experts * layout_.ep));
-      call(forward, Axis::Ep, AllToAll, experts, payload, 0, 2);
-      call(backward, Axis::Ep, AllToAll, experts, payload, 0, 2);
+      call(forward, Axis::Ep, Collective::AllGather, experts,
+           8.0 * double(op.experts * layout_.ep));
+      call(forward, Axis::Ep, Collective::AllToAll, experts, payload, 0, 2);
+      call(backward, Axis::Ep, Collective::AllToAll, experts, payload, 0, 2);
     }
     const double payload = gathered_ * op.inputs * element, weights = gathered_ * copies;
     if (split_) {
-      tp_call(forward, AllGather, payload);
-      tp_call(forward, AllGather, 8 * weights);
-      tp_call(forward, ReduceScatter, payload);
-      tp_call(backward, ReduceScatter, payload);
-      tp_call(backward, ReduceScatter, 8 * weights);
-      tp_call(backward, AllGather, payload);
+      tp_call(forward, Collective::AllGather, payload);
+      tp_call(forward, Collective::AllGather, 8 * weights);
+      tp_call(forward, Collective::ReduceScatter, payload);
+      tp_call(backward, Collective::ReduceScatter, payload);
+      tp_call(backward, Collective::ReduceScatter, 8 * weights);
+      tp_call(backward, Collective::AllGather, payload);
     } else {
-      tp_call(forward, AllReduce, payload);
-      tp_call(backward, AllReduce, payload);
-      tp_call(backward, AllReduce, 4 * weights);
+      tp_call(forward, Collective::AllReduce, payload);
+      tp_call(backward, Collective::AllReduce, payload);
+      tp_call(backward, Collective::AllReduce, 4 * weights);
     }
   }
 
@@ -256,9 +257,8 @@ class Pricing {
     const double payload = gathered_ * op.outputs * layout_.element;
     memory(layer_.forward, 2 * tokens_ * op.outputs * layout_.element);
     memory(layer_.weight_grad, 3 * tokens_ * op.outputs * layout_.element);
-    using enum Collective;
-    tp_call(layer_.forward, split_ ? ReduceScatter : AllReduce, payload);
-    if (split_) tp_call(layer_.weight_grad, AllGather, payload);
+    tp_call(layer_.forward, split_ ? Collective::ReduceScatter : Collective::AllReduce, payload);
+    if (split_) tp_call(layer_.weight_grad, Collective::AllGather, payload);
   }
 
   void loss(const Op& op) {
