@@ -88,7 +88,7 @@ def test_published_rows_are_all_compared(compared):
     "table, median, most", [("A", 0.08, 0.25), ("C", 0.10, 0.13), ("D", 0.10, 0.25), ("E", 0.04, 0.08)]
 )
 def test_errors_of_published_steps(compared, table, median, most):
-    """Of the rows that calibrate nothing: the median, and nine in ten. docs/reference/planner.md has all of them."""
+    """The median and the ninth decile of the errors of test rows; docs/reference/planner.md has all of them."""
     rows = [(row, got) for row, got, _ in compared if (row.table, row.use) == (table, "test")]
     errors = sorted(abs(got.step_time / row.seconds - 1) for row, got in rows)
     assert statistics.median(errors) <= median
@@ -121,7 +121,7 @@ def test_layouts_of_one_model_are_ranked_as_measured(compared):
 
 
 def test_memory_of_torchtitan(compared):
-    """What the allocator reserved in the compiled runs of 8B; and what 8 to 128 devices free."""
+    """Compares the peak with the memory that the allocator reserved for 8B, compiled, on 8 to 128 devices."""
     peaks = {
         (row.devices, row.layout.dtype): (max(one.peak for one in got.memory) / 2**30, float(row.columns["peak_gib"]))
         for row, got, _ in compared

@@ -88,7 +88,7 @@ def drawn(seed):
 
 
 def trained(layout, kv_heads, batch):
-    """Of each rank: calls in a step as (axis, kind) -> (number, bytes), and bytes of parameters, gradients, states."""
+    """Returns each rank's calls of a step, (axis, kind) -> (number, bytes), and bytes of parameters, gradients, states."""
     microbatches = layout.microbatches(batch)
     axes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp")}
 

@@ -59,7 +59,7 @@ def _dying_at(point):
 
 
 def _survive(store, rank_file, backend, point, atomic):
-    """What a survivor sees: the ranks that were lost, whether it has the new weights, the values of its target, and
+    """Returns, on a survivor, the ranks that were lost, whether it has the new weights, the values of its target, and
     the seconds that it took."""
     rank = _number(rank_file)
     store = dist.FileStore(store, P)

@@ -1,4 +1,4 @@
-"""What a plan or a run refuses, on all ranks alike and before anything has changed."""
+"""Errors of a plan and of a run: the same on all ranks, and before anything has changed."""
 
 import re
 

@@ -7,7 +7,7 @@ from tp_ext._checks import check_choice, check_int, check_number
 
 
 class Goodput(NamedTuple):
-    """What failures, checkpoints and ranks of unequal speed cost.
+    """The cost of failures, checkpoints and ranks of unequal speed.
 
     Attributes:
         interval: seconds of work between two checkpoints.

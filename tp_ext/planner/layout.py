@@ -20,7 +20,7 @@ STORED = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Value):
-    """How a model is trained on a cluster.
+    """The layout in which a cluster trains a model.
 
     Attributes:
         pp, dp, ep, cp, tp: ranks along each axis; ``dp`` None: what remains. The data ranks are dp ep: each has the

@@ -10,7 +10,7 @@ from tp_ext._checks import check_choice, check_int, check_number
 from tp_ext.planner.values import FixedDict, Value
 
 CLASSES = {"fp32": "fp32", "fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
-"""Of each dtype of a layout the key of :attr:`Device.peak`."""
+"""Maps each dtype of a layout to its key in :attr:`Device.peak`."""
 CONSTANTS = (
     *(f"gemm_{dtype}" for dtype in CLASSES if dtype != "fp16"),
     "attention",

@@ -56,7 +56,7 @@ class StageMemory(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """What one step takes: forward, backward and optimizer.
+    """The prediction of one step: forward, backward and optimizer.
 
     Attributes:
         workload, layout, global_batch: what was predicted, with ``dp`` resolved. cluster: on what.
@@ -85,7 +85,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """The tokens of a step over its seconds, of all devices together."""
         return self.global_batch * self.workload.seq / self.step_time
 
     @property
@@ -96,7 +96,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of every stage is at most the memory of a device without its reserve."""
+        """True if the peak of every stage is at most the memory of a device minus its reserve."""
         return self.shortfall == 0
 
     def timeline(self) -> Timeline:

@@ -1,4 +1,4 @@
-"""What the values of the planner share: JSON both ways, and dicts that do not change."""
+"""Base of the planner's values: conversion to JSON and back, and immutable dicts."""
 
 import dataclasses
 import json

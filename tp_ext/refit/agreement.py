@@ -1,4 +1,4 @@
-"""What the ranks of a refit must agree about: arguments, models, and that nothing has changed since the plan."""
+"""Checks that the ranks of a refit agree: on arguments, on models, and that nothing has changed since the plan."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -53,6 +53,7 @@ def check_reports(reports: Sequence[Report]) -> None:
         raise ValueError(
             "optimizers: that of the source is None on all ranks, and must be an optimizer, as the target's"
         )
+    # Classes with the same options, such as Adam and AdamW, have states that mean the same
     options = {names for of_side in kinds for _, names in of_side} if kinds[1] else set()
     if len(options) > 1:
         shown = [", ".join(sorted(name for name, _ in of_side)) for of_side in kinds]

@@ -117,11 +117,13 @@ class Contents:
         for name, entry in entries.items():
             if entry.extra or not (buffers or _is_parameter(entry)):
                 continue
+            # A tensor with several names moves once, under the first of them
             first, *others = names[id(entry.value)]
             if first != name:
                 continue
             ties += [(first, other) for other in others]
             value = state["model"][name]
+            # Of the source nothing is written
             if target:
                 check_writable({name: value})
             items.append(_item(name, "", value, entry, tuple(names[id(entry.value)])))

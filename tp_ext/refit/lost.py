@@ -70,7 +70,7 @@ class Watch:
         word = f"{self._run} {'install' if install else 'keep'}"
         try:
             self._decided = self._store.compare_set(f"{self._prefix}decided", self._decided, word).decode()
-        except Exception:
+        except Exception:  # stores raise several types; without one this rank decides alone
             return install
         return self._decided == f"{self._run} install"
 
@@ -78,7 +78,7 @@ class Watch:
         """Returns whether all ranks have received all, as far as is known."""
         try:
             return self._store is not None and self._store.add(f"{self._prefix}{self._run}/confirmed", 0) >= self._size
-        except Exception:
+        except Exception:  # unknown counts as no: the caller then reports the loss
             return False
 
     def silent(self) -> list[int]:
@@ -88,9 +88,9 @@ class Watch:
             return []
         try:
             before = self._beats()
-            time.sleep(_SILENT)
+            time.sleep(_SILENT)  # eight beats: a rank that computes still shows some
             after = self._beats()
-        except Exception:
+        except Exception:  # the store is gone, and with it the rank that holds it
             return [0]
         left = f"{self._run} left"
         return [

@@ -25,7 +25,7 @@ _ON_CPU = 4 << 20
 
 
 class Moved(NamedTuple):
-    """What a run has moved for this rank, in bytes: sent to other ranks, received from them, copied in the process."""
+    """The bytes that a run has moved for this rank: sent to other ranks, received from them, copied in the process."""
 
     sent: int
     received: int

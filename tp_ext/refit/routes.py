@@ -137,6 +137,7 @@ class Routes:
         for rank, target in enumerate(targets):
             items = [*target.items, *(item for items in self.states[rank] for item in items)] if target else []
             for move in self._moves_to(rank, items):
+                # What a rank holds itself needs no collective, and no part of a bucket
                 if move.sender == move.receiver:
                     self.copies += _split(move, bucket)
                 else:

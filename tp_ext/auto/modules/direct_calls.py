@@ -168,7 +168,7 @@ class Conversions:
 
 @dataclass
 class CallOfModule:
-    """What the forward of a module needs to know of direct calls; ``conversions`` is None for the model itself."""
+    """The state of direct calls that the forward of a module reads; ``conversions`` is None for the model itself."""
 
     name: str
     outermost: Outermost
