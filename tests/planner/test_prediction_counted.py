@@ -88,7 +88,7 @@ def drawn(seed):
 
 
 def trained(layout, kv_heads, batch):
-    """Returns each rank's calls of a step, (axis, kind) -> (number, bytes), and bytes of parameters, gradients, states."""
+    """Returns the calls of a step on each rank, (axis, kind) -> (number, bytes), and the bytes of its tensors."""
     microbatches = layout.microbatches(batch)
     axes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp")}
 
