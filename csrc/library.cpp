@@ -98,6 +98,25 @@ TORCH_LIBRARY(tp_ext, m) {
       "grouped_linear(Tensor x, Tensor weight, int[] counts, Tensor? main_grad=None, float "
       "grad_scale=1.0, bool? grouped_gemm=None) -> Tensor",
       tags);
+  // The linears in blocks of tp_invariant: sums are one tree over `blocks` blocks. segments: triples
+  // (block, start, length) of the sharded dim on this rank; block -1: copies of another rank's
+  m.def(
+      "block_column_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
+      "sequence_parallel, SymInt[]? sizes, int blocks, int[] segments) -> Tensor",
+      tags);
+  m.def(
+      "block_row_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool sequence_parallel, "
+      "int blocks, int[] segments) -> Tensor",
+      tags);
+  // x for each block of this rank, whose gradients are summed over all blocks; and products a_i b_i
+  // of [n, rows, k] and [n, k, columns]
+  m.def("block_copies(Tensor(a) x, str group, int blocks) -> Tensor(a)[]", tags);
+  m.def("block_bmm(Tensor a, Tensor b) -> Tensor", tags);
+  // Of the last dim of x [n, rows, columns]; blind: rows of -inf become 0, not NaN
+  m.def("block_softmax(Tensor x, bool blind) -> Tensor", tags);
+  // The sums of the columns of a matrix, each in the order of its rows; lengths: of the slices of
+  // columns whose results must not depend on the others
+  m.def("_column_sums(Tensor x, int[] lengths) -> Tensor", tags);
   // main_grad += dy^T x
   m.def("_add_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", tags);
   // Identity; the gradient is added to main_grad and goes no further
@@ -234,7 +253,8 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def(
       "vocab_parallel_cross_entropy(Tensor logits, Tensor target, str group, SymInt vocab_start, "
       "SymInt vocab_local, SymInt vocab_size, int ignore_index, float label_smoothing, float "
-      "z_loss, str reduction, bool inplace_backward, bool vocab_size_given=True) -> Tensor",
+      "z_loss, str reduction, bool inplace_backward, bool vocab_size_given=True, int blocks=0) -> "
+      "Tensor",
       tags);
   m.def(
       "_vocab_ce_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_local, "

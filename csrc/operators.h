@@ -60,6 +60,16 @@ std::tuple<Tensor, Tensor> all_to_all_linear(const Tensor& rows, const std::stri
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef counts,
                       const OptionalTensor& main_grad, double grad_scale,
                       std::optional<bool> grouped_gemm);
+Tensor block_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                           const std::string& group, bool sequence_parallel, Sizes sizes,
+                           int64_t blocks, at::IntArrayRef segments);
+Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        const std::string& group, bool sequence_parallel, int64_t blocks,
+                        at::IntArrayRef segments);
+std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int64_t blocks);
+Tensor block_bmm(const Tensor& a, const Tensor& b);
+Tensor block_softmax(const Tensor& x, bool blind);
+Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);
 void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad);
 

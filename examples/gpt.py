@@ -6,6 +6,7 @@ its share of the tokens, over a context group its tokens of each sequence. Witho
 one process.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Block(nn.Module):
                 **parallel,
             )
         self.dropout = tp_ext.Dropout(config.dropout, **parallel)
-        tp_ext.coalesce_gradients(self)
+        if self.mlp_norm.invariant_blocks is None:
+            tp_ext.coalesce_gradients(self)
 
     def forward(
         self,
@@ -137,9 +139,11 @@ class GPT(nn.Module):
 
     def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
         """Mean loss of the tokens, from this rank's columns of the logits."""
-        return tp_ext.vocab_parallel_cross_entropy(
-            logits, target.flatten(), self.group, vocab_size=self.config.vocab_size
-        )
+        blocks = self.head.invariant_blocks
+        with tp_ext.tp_invariant(blocks) if blocks else contextlib.nullcontext():
+            return tp_ext.vocab_parallel_cross_entropy(
+                logits, target.flatten(), self.group, vocab_size=self.config.vocab_size
+            )
 
     def loss(self, ids: Tensor, target: Tensor) -> Tensor:
         return self.cross_entropy(self(ids), target)

@@ -29,7 +29,7 @@ FIXED = [
         "top_k",
         "shared_experts",
     ),
-    *("dtype", "optimizer", "seed"),
+    *("dtype", "optimizer", "seed", "tp_invariant"),
 ]
 
 
@@ -91,6 +91,8 @@ def parse_options(description: str) -> argparse.Namespace:
     model.add_argument("--balance-loss", type=WEIGHT, default=config.balance_loss, help=balance)
     model.add_argument("--dropout", type=PROBABILITY, default=config.dropout, help="after attention and MLP")
     model.add_argument("--sequence-parallel", action="store_true", help="shard the activations between blocks, too")
+    invariant = "logical blocks of the same bits for every --tp; 0: none; needs MKL_CBWR=AVX512,STRICT on CPUs"
+    model.add_argument("--tp-invariant", type=COUNT, nargs="?", const=8, default=0, metavar="BLOCKS", help=invariant)
     dtypes = ("float32", "bfloat16", "float64")
     model.add_argument("--dtype", choices=dtypes, default="float32", help="bfloat16: autocast over fp32 parameters")
 

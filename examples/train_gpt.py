@@ -100,7 +100,9 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh = mesh
-        with torch.device("meta"):  # each rank then gets the memory of its own stage and shards
+        blocks = options.tp_invariant
+        invariant = tp_ext.tp_invariant(blocks) if blocks else contextlib.nullcontext()
+        with torch.device("meta"), invariant:  # each rank then gets the memory of its own stage and shards
             model = GPT(config_of(options), mesh["tp"], mesh["cp"], mesh["ep"], mesh["dp"])
         self.run: ParallelRun = tp_ext.parallelize(
             model,
@@ -225,6 +227,8 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
             log.print(f"stopped by {signal.Signals(received).name} after step {done}: continue with --resume")
             sys.exit(128 + received)
     log.close()
+    if options.tp_invariant:
+        log.print(f"weights and optimizer: sha256 {tp_ext.debug.sha256(run.state, optimizer)}")
     if plan is not None:
         log.print(f"a step: {plan.step_time:.4g} s predicted, {least:.4g} s measured, the least of all\n{plan}")
     report(log, options, mesh, device)

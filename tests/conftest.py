@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ranks._ENVIRONMENT.update(ranks.STRICT)
     text = "cuda: needs a CUDA device; TP_EXT_REQUIRE_CUDA=1 turns its skip into a failure"
     config.addinivalue_line("markers", text)
     seeds.cheapen()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tp_ext.checkpoint.sharded import sharded_state_dict as sharded_state_dict
     from tp_ext.checkpoint.sharded_load import load_sharded_state_dict as load_sharded_state_dict
     from tp_ext.context_layout import ContextLayout as ContextLayout
+    from tp_ext.invariance import tp_invariant as tp_invariant
     from tp_ext.lax import all_gather as all_gather
     from tp_ext.lax import all_to_all as all_to_all
     from tp_ext.lax import axis_index as axis_index
@@ -115,6 +116,7 @@ _NAMES = {
     "checkpoint.sharded_load": "load_sharded_state_dict",
     "context_layout": "ContextLayout",
     "lax": "all_gather all_to_all axis_index axis_random axis_size pmax pmean pmin ppermute psum psum_scatter pvary",
+    "invariance": "tp_invariant",
     "memory": "keep_memory",
     "mesh": "init_mesh",
     "mesh_program.partition_spec": "P",

@@ -26,11 +26,27 @@ activation recomputation in large transformer models" (arXiv:2205.05198).
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext._ops import batching as batching  # registers the rules of torch.vmap
-from tp_ext.group import Group, group_name
+from tp_ext.group import Group, group_name, parallel_group
+from tp_ext.invariance import block_sizes, check_ranks, current_blocks
+
+
+# [Note: one tree of blocks]
+def _refuse_sums(region: str, sums: bool = True) -> None:
+    """Raises a ValueError in :func:`tp_ext.tp_invariant` for a region that adds the partial sums of ranks."""
+    if sums and current_blocks() is not None:
+        raise ValueError(
+            f"{region}: must not be called in tp_invariant, since it adds one partial sum per rank: use the layers, "
+            "or leave the context for it"
+        )
+
+
+def _records(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
@@ -38,6 +54,7 @@ def copy_to_region(x: Tensor, group: Group) -> Tensor:
 
     Communicates: backward, one all-reduce of x's size. Conjugate: :func:`reduce_from_region`.
     """
+    _refuse_sums("copy_to_region", _records(x))
     return _ops.copy_to_region(x, group_name(group))
 
 
@@ -46,6 +63,7 @@ def reduce_from_region(x: Tensor, group: Group) -> Tensor:
 
     Communicates: forward, one all-reduce of x's size. Conjugate: :func:`copy_to_region`.
     """
+    _refuse_sums("reduce_from_region")
     return _ops.reduce_from_region(x, group_name(group))
 
 
@@ -55,13 +73,19 @@ def scatter_to_region(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[in
     Args:
         x: ``[.., n, ..]``, the same on all ranks.
         dim: the dim that is split.
-        sizes: one length per rank, their sum n; default as ``torch.tensor_split``.
+        sizes: one length per rank, their sum n; default as ``torch.tensor_split``, in :func:`tp_ext.tp_invariant` by
+            its blocks.
 
     Communicates: backward, one all-gather. Conjugate: :func:`gather_from_region`.
 
     Raises:
         IndexError: no such ``dim``. ValueError: ``sizes`` has not p lengths or not the sum n.
     """
+    blocks = current_blocks()
+    if blocks is not None and sizes is None and -x.dim() <= dim < x.dim():
+        p = parallel_group(group).size
+        check_ranks(blocks, p)
+        sizes = block_sizes(x.shape[dim], blocks, p)
     return _ops.scatter_to_region(x, group_name(group), dim, sizes)
 
 
@@ -88,6 +112,7 @@ def all_gather_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int
     Arguments and errors as :func:`gather_from_region`. Communicates: forward, one all-gather; backward, one
     reduce-scatter. Conjugate: :func:`reduce_scatter_region`.
     """
+    _refuse_sums("all_gather_region", _records(x))
     return _ops.all_gather_region(x, group_name(group), dim, sizes)
 
 
@@ -97,6 +122,7 @@ def reduce_scatter_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence
     Arguments and errors as :func:`scatter_to_region`. Communicates: forward, one reduce-scatter; backward, one
     all-gather. Conjugate: :func:`all_gather_region`.
     """
+    _refuse_sums("reduce_scatter_region")
     return _ops.reduce_scatter_region(x, group_name(group), dim, sizes)
 
 

@@ -6,101 +6,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tp_ext._checks import check_int
 from tp_ext.chunks import Interval, LocalChunk, chunks_of, compose, merge_adjacent
 from tp_ext.group import Group, ParallelGroup, parallel_group
-
-
-def split_sizes(n: int, p: int) -> list[int]:
-    """Returns the lengths of ``torch.tensor_split`` of n elements over p ranks: the first n mod p get one more."""
-    return [n // p + (rank < n % p) for rank in range(p)]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a dim that is sharded on its own: q, k or v; gate or up.
-
-    Attributes:
-        size: elements of the dim in the full tensor.
-        unit: the smallest number of elements that stay together (``head_dim`` for heads); divides ``size``.
-        copies: the number of neighbouring ranks that hold the same elements; divides the number of ranks.
-        padding: the number of elements that follow the part, sharded like it, and exist on ranks only, never in the
-            full tensor; the last ranks hold them.
-        groups: the number of equal groups that the part consists of, each sharded over its own p / groups neighbouring
-            ranks (the query heads of one key-value head); divides the number of ranks.
-    """
-
-    size: int
-    unit: int = 1
-    copies: int = 1
-    # [Note: padding and groups of a part]
-    padding: int = 0
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        check_int(least=0, size=self.size, padding=self.padding)
-        check_int(least=1, unit=self.unit, copies=self.copies, groups=self.groups)
-        if (self.size + self.padding) % (self.unit * self.groups):
-            raise ValueError(
-                f"size: {self.size} and padding {self.padding} must make {self.groups} groups of whole units "
-                f"of {self.unit}"
-            )
-
-    def span(self, rank: int, p: int) -> tuple[int, int]:
-        """Returns [start, stop) of the rank's share of the part, padding included."""
-        if p % (self.copies * self.groups):
-            raise ValueError(
-                f"copies: {self.copies} times groups {self.groups} must divide the number of ranks, p = {p}"
-            )
-        holders = p // (self.copies * self.groups)  # of the shards of one group
-        group, holder = divmod(rank // self.copies, holders)
-        units = (self.size + self.padding) // (self.unit * self.groups)
-        sizes = split_sizes(units, holders)
-        start = group * units + sum(sizes[:holder])
-        return start * self.unit, (start + sizes[holder]) * self.unit
-
-
-class CopiedRows(NamedTuple):
-    """The rows of a local tensor that other ranks hold too, and their positions among all such rows."""
-
-    local_starts: list[int]
-    lengths: list[int]
-    full_starts: list[int]
-    full_size: int
-
-
-class LocalPart(NamedTuple):
-    """A rank's share of a part.
-
-    Attributes:
-        part: the part.
-        local_start, full_start: its first element in the local dim, and in the full dim.
-        length: its number of elements, without padding.
-        padding: the number of elements of padding that follow them locally.
-        rank: the rank.
-    """
-
-    part: Part
-    local_start: int
-    full_start: int
-    length: int
-    padding: int
-    rank: int
-
-    @property
-    def full(self) -> slice:
-        """The slice of the full dim."""
-        return slice(self.full_start, self.full_start + self.length)
-
-    @property
-    def owned(self) -> bool:
-        """True if this rank counts the elements. Of the ranks that hold copies, only the first does."""
-        return self.rank % self.part.copies == 0
+from tp_ext.part import CopiedRows as CopiedRows
+from tp_ext.part import LocalPart as LocalPart
+from tp_ext.part import Part as Part
+from tp_ext.part import split_sizes as split_sizes
 
 
 @dataclass(frozen=True)
@@ -128,13 +44,28 @@ class Sharding:
         return sum(part.size for part in self.parts)
 
     def local_parts(self, rank: int, p: int) -> Iterator[LocalPart]:
-        """Yields the rank's share of each part, in the order of the local tensor. Every walk over a shard uses it."""
+        """Yields the rank's share of each part, in the order of the local tensor. Every walk over a shard uses it.
+
+        Of a part with ``queries`` the elements that another rank counts are a share of their own."""
+        for shares in self.shares(rank, p):
+            yield from shares
+
+    def shares(self, rank: int, p: int) -> Iterator[list[LocalPart]]:
+        """Yields the shares of each part: one, or two where this rank counts some elements and not others."""
         self._check_rank(rank, p)
         local_start = offset = 0
         for part in self.parts:
             start, stop = part.span(rank, p)
             length = min(stop, part.size) - min(start, part.size)
-            yield LocalPart(part, local_start, offset + min(start, part.size), length, stop - start - length, rank)
+            full_start, padding, copied = offset + min(start, part.size), stop - start - length, part.copied(rank, p)
+            if part.queries and 0 < copied < length:
+                yield [
+                    LocalPart(part, local_start, full_start, copied, 0, False),
+                    LocalPart(part, local_start + copied, full_start + copied, length - copied, 0, True),
+                ]
+            else:
+                owned = rank % part.copies == 0 if not part.queries else not copied
+                yield [LocalPart(part, local_start, full_start, length, padding, owned)]
             local_start += stop - start
             offset += part.size
 
@@ -195,12 +126,13 @@ class Sharding:
                     f"locals: shape {shape} on rank {rank} must have {self.local_size(rank, p)} elements in dim "
                     f"{self.dim}, for {self} and p = {p}"
                 )
-        parts_of_ranks = [list(self.local_parts(rank, p)) for rank in range(p)]
+        parts_of_ranks = [list(self.shares(rank, p)) for rank in range(p)]
         shares = [
-            local.narrow(self.dim, parts[index].local_start, parts[index].length)
+            local.narrow(self.dim, share.local_start, share.length)
             for index in range(len(self.parts))
             for local, parts in zip(locals_, parts_of_ranks, strict=True)
-            if parts[index].owned
+            for share in parts[index]
+            if share.owned
         ]
         return torch.cat(shares, self.dim)
 
@@ -217,6 +149,21 @@ class Sharding:
         """Returns the rank's intervals of the dim, without padding; adjacent ones are merged."""
         parts = self.local_parts(rank, p)
         return merge_adjacent(Interval(part.local_start, part.full_start, part.length, part.owned) for part in parts)
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that the dim is cut into; 0: it is not cut so."""
+        return self.parts[0].blocks
+
+    def segments(self, rank: int, p: int) -> list[int]:
+        """Returns the segments of the local dim in which products are computed, as flat triples of block, start and
+        length; see :meth:`Part.segments`."""
+        flat, start = [], 0
+        for part in self.parts:
+            for block, length in part.segments(rank, p):
+                flat += [block, start, length]
+                start += length
+        return flat
 
     def copied_rows(self, rank: int, p: int) -> CopiedRows | None:
         """Returns the local rows of parts with ``copies`` > 1, for summing gradients over the copies; None if none."""
@@ -403,11 +350,12 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
         return [chunk.tensor for chunk in self.local_chunks(local)[1] if chunk.owned]
 
 
-def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tuple[Part, Part]:
+def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int, blocks: int = 0) -> tuple[Part, Part]:
     """Returns the parts of q, and of k and v: how their features are sharded over p ranks.
 
     With at least as many KV heads as ranks, whole KV groups are sharded (unevenly if need be). With fewer, each KV head
-    is held by p / num_kv_heads neighbouring ranks, over which the query heads of its group are sharded.
+    is held by p / num_kv_heads neighbouring ranks, over which the query heads of its group are sharded. With ``blocks``
+    query heads are cut into blocks, and a rank holds the KV heads that its query heads use.
 
     Raises:
         ValueError: heads that do not make whole groups; fewer query heads than ranks; fewer KV heads than ranks, and
@@ -418,6 +366,10 @@ def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int) -> tupl
         raise ValueError(f"num_kv_heads: must divide num_heads; {numbers}")
     if num_heads < p:
         raise ValueError(f"num_heads: must be at least the number of ranks; {numbers}")
+    if blocks:
+        queries = num_heads if num_kv_heads < num_heads else 0
+        q = Part(num_heads * head_dim, unit=head_dim, blocks=blocks)
+        return q, Part(num_kv_heads * head_dim, unit=head_dim, blocks=blocks, queries=queries)
     group = num_heads // num_kv_heads
     if num_kv_heads >= p:
         q = Part(num_heads * head_dim, unit=group * head_dim)

@@ -11,6 +11,7 @@
 // [Note: ranks compare width and vocabulary in the exchange of the loss]
 
 #include "autograd/autocast.h"
+#include "autograd/blocks.h"
 #include "autograd/function.h"
 #include "autograd/vocab_loss.h"
 #include "check.h"
@@ -31,7 +32,8 @@ std::pair<Tensor, Tensor> loss_and_lse(const Tensor& logits, const Tensor& targe
   if (a.reduction == "none") {
     loss = loss.view_symint(target.sym_sizes());
   } else {
-    loss = loss.sum();
+    // torch's sum of many rows depends on the number of threads
+    loss = a.blocks > 0 ? column_sums(loss.unsqueeze(1), {{0, 0, 1}}).squeeze(0) : loss.sum();
     if (a.reduction == "mean") loss = loss.div(a.counted_rows(target));
   }
   return {cast(loss, a.loss_dtype), lse};
@@ -103,9 +105,9 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
                                     SymInt vocab_local, SymInt vocab_size, int64_t ignore_index,
                                     double label_smoothing, double z_loss,
                                     const std::string& reduction, bool inplace_backward,
-                                    bool vocab_size_given) {
+                                    bool vocab_size_given, int64_t blocks) {
   Arguments args{{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
-                  label_smoothing, z_loss},
+                  label_smoothing, z_loss, blocks},
                  reduction,
                  inplace_backward,
                  logits.scalar_type()};

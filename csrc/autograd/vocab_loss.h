@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/ops/ne.h>
+#include <ATen/ops/stack.h>
 
 #include <string>
 #include <tuple>
@@ -12,6 +13,7 @@
 #include "autograd/function.h"
 #include "check.h"
 #include "comm/collectives.h"
+#include "comm/tree_sum.h"
 #include "operators.h"
 
 namespace tp_ext {
@@ -22,6 +24,7 @@ struct VocabLoss {
   bool vocab_size_given;
   int64_t ignore_index;
   double label_smoothing, z_loss;
+  int64_t blocks = 0;  // of tp_invariant, each with statistics of its own; 0: one part per rank
 
   void check(const std::string& reduction) const {
     TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum",
@@ -58,6 +61,17 @@ struct VocabLoss {
   // rows are gathered.
   Tensor stats(const Tensor& logits, const Tensor& target) const {
     static const auto op = TP_OP(_vocab_ce_stats);
+    if (blocks > 0) {  // [blocks of this rank, rows, 4]
+      const auto own = comm::blocks_of(blocks, comm::rank(group), comm::size(group));
+      std::vector<Tensor> parts;
+      for (int64_t b = own.first; b < own.first + own.count; ++b) {
+        const auto begin = comm::block_start(vocab_size, b, blocks),
+                   length = comm::block_start(vocab_size, b + 1, blocks) - begin;
+        parts.push_back(op.call(logits.narrow_symint(-1, begin - vocab_start, length), target,
+                                begin, length, vocab_size, ignore_index, false, true));
+      }
+      return at::stack(parts);
+    }
     return op.call(logits, target, vocab_start, vocab_local, vocab_size, ignore_index,
                    comm::size(group) > 1, vocab_size_given);
   }
@@ -65,8 +79,12 @@ struct VocabLoss {
   // The loss of each row, and its lse for backward, from the ranks' statistics
   std::tuple<Tensor, Tensor> rows(const Tensor& stats, const Tensor& target) const {
     static const auto op = TP_OP(_vocab_ce_loss);
-    return op.call(comm::all_gather_stack(stats, group), target, vocab_size, ignore_index,
-                   label_smoothing, z_loss);
+    // Merged in the order of the parts, which are ranks or blocks
+    const int64_t p = comm::size(group);
+    const Tensor all = blocks == 0 ? comm::all_gather_stack(stats, group)
+                       : p == 1    ? stats
+                                   : comm::all_gather(stats, group, 0, tensor_split(blocks, p));
+    return op.call(all, target, vocab_size, ignore_index, label_smoothing, z_loss);
   }
 
   // The gradient of the logits, given that of each row's loss

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "autograd/blocks.h"
 #include "autograd/weight_gather.h"
 #include "comm/alternative.h"
 #include "comm/collectives.h"
@@ -46,6 +47,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("all_reduce_algorithm", &tp_ext::comm::all_reduce_algorithm);
   m.def("create_shm_backend", &tp_ext::shm::create_backend,
         pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("products_are_strict", &tp_ext::products_are_strict);
   m.def("direct_call", [](const std::string& name, const pybind11::object& overload) {
     return pybind11::reinterpret_steal<pybind11::object>(tp_ext::direct_call(name, overload.ptr()));
   });

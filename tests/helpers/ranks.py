@@ -31,6 +31,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preloaded"])
+STRICT = {"MKL_CBWR": "AVX512,STRICT"}  # for tp_invariant: MKL reads it once in a process
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",

@@ -31,7 +31,8 @@ class Job:
     """A torchrun that runs, the leader of a session of its own; what it and its ranks print is in ``file``."""
 
     def __init__(self, arguments: Sequence[str], file: Path, folder: Path, hostname: str, cold: bool, **more: str):
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= ranks.STRICT | more
         self._file = file
         self._process: Any
         if cold:

@@ -7,7 +7,7 @@ _bug = mutation_in("tp_ext")
 SHARED = [
     _bug(
         "split_sizes_remainder",
-        "sharding.py",
+        "part.py",
         "rank < n % p",
         "rank >= p - n % p",
         "The last ranks, not the first, get the remainder.",
@@ -15,7 +15,7 @@ SHARED = [
     ),
     _bug(
         "span_copies",
-        "sharding.py",
+        "part.py",
         "divmod(rank // self.copies, holders)",
         "divmod(rank % (p // self.copies), holders)",
         "Copies of a KV head are on distant ranks instead of neighbours.",
@@ -24,8 +24,8 @@ SHARED = [
     _bug(
         "owned_copies",
         "sharding.py",
-        "return self.rank % self.part.copies == 0",
-        "return True",
+        "owned = rank % part.copies == 0 if",
+        "owned = True if",
         "Every holder of a copy owns it, so the norm counts it several times.",
         "test_sharding.py::test_every_element_has_one_owner_and_copies_stay_together",
     ),
@@ -40,8 +40,8 @@ SHARED = [
     _bug(
         "unshard_last_copy",
         "sharding.py",
-        "return self.rank % self.part.copies == 0",
-        "return self.rank % self.part.copies == self.part.copies - 1",
+        "owned = rank % part.copies == 0 if",
+        "owned = rank % part.copies == part.copies - 1 if",
         "The last copy is owned instead of the first.",
         "test_sharding.py::test_unshard_takes_the_first_copy_and_no_padding",
     ),

@@ -19,6 +19,7 @@ from tests.mutations.auto_bugs import AUTO_BUGS
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
 from tests.mutations.experts_bugs import EXPERTS_BUGS
+from tests.mutations.invariance_bugs import INVARIANCE_BUGS
 from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.moe_bugs import MOE_BUGS
@@ -35,6 +36,7 @@ MUTATIONS = [
     *PACKAGE_BUGS,
     *REFIT_BUGS,
     *STATE_BUGS,
+    *INVARIANCE_BUGS,
     *PIPELINE_BUGS,
     *PARALLEL_BUGS,
     *CONTEXT_BUGS,

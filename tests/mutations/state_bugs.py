@@ -16,7 +16,7 @@ STATE_BUGS = [
     _bug(
         "norm_counts_copies",
         "parallel/grad_norm.py",
-        "all(part.padding == 0 and part.copies == 1 for",
+        "all(part.padding == 0 and not part.has_copies for",
         "all(part.padding == 0 for",
         "The norm counts every copy of a KV head.",
         "parallel/test_grad_norm.py::test_norm_and_clipped_gradients_are_those_of_the_unsharded_model",

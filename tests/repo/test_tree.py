@@ -384,19 +384,19 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 3750,
-    "_ops": 1350,
+    "": 4050,  # blocks of tp_invariant
+    "_ops": 1400,
     "auto": 11200,  # conversions of direct calls, numbers read of parameters
     "checkpoint": 4750,
     "debug": 2100,  # one digest of a model
     "huggingface": 1900,
     "lightning": 350,
     "mesh_program": 1150,
-    "model": 1700,
-    "nn": 5600,
+    "model": 1750,
+    "nn": 5850,
     "optim": 1150,
     "outside": 1900,
-    "parallel": 3650,
+    "parallel": 3750,
     "planner": 2200,
     "refit": 1450,
     "simulation": 850,

@@ -58,6 +58,7 @@ def vocab_parallel_cross_entropy(
     reduction: str,
     inplace_backward: bool,
     vocab_size_given: bool = True,
+    blocks: int = 0,
 ) -> Tensor:
     """Returns the cross entropy of the full logits, ``target``'s shape or reduced; arguments as
     :func:`tp_ext.vocab_parallel_cross_entropy`.
@@ -65,8 +66,9 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[.., columns]``, columns >= vocab_local.
         vocab_size_given: whether the user gave it; errors of ranks that disagree name it then.
+        blocks: of :func:`tp_ext.tp_invariant`, which have statistics of their own; 0: one part per rank.
 
-    Communicates: forward, one all-gather of four numbers a row.
+    Communicates: forward, one all-gather of four numbers a row, with ``blocks`` of each block.
     """
 
 

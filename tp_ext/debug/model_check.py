@@ -319,7 +319,7 @@ def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int
         if sharding is None or entry.tensor.is_meta or is_sharded_by_fsdp2(entry.tensor, group):
             continue
         for name, tensor in ((entry.name, entry.tensor), *gradients(entry.name, entry.tensor)):
-            if isinstance(tensor, DTensor) and all(part.copies == 1 for part in sharding.parts):
+            if isinstance(tensor, DTensor) and all(not part.has_copies for part in sharding.parts):
                 # The same slice of each rank's shard: no need to gather
                 starts, shares = [rank], [local_tensor(tensor)]
             else:

@@ -108,10 +108,15 @@ def replicated_parts(entry: ComparedTensor, group: Group) -> Iterator[tuple[Part
             continue
         if entry.sharding is None:
             yield (name, -1, 0), local_tensor(tensor)
-        elif any(part.copies > 1 for part in entry.sharding.parts):
-            for index, part in enumerate(parts_of_shard(tensor, entry.sharding, rank, p)):
-                if entry.sharding.parts[index].copies > 1:
-                    yield (name, index, entry.sharding.slices(rank, p)[index].start), part
+        elif any(part.has_copies for part in entry.sharding.parts):
+            tensors = parts_of_shard(tensor, entry.sharding, rank, p)
+            for index, shares in enumerate(entry.sharding.shares(rank, p)):
+                for share, values in zip(shares, tensors, strict=False):
+                    # Cut in the place of queries, ranks hold different ranges of units: compared unit by unit
+                    length = share.part.unit if share.part.queries else max(share.length, 1)
+                    for i, unit in enumerate(values.split(length, entry.sharding.dim)):
+                        if share.part.has_copies:
+                            yield (name, index, share.full_start + i * length), unit
 
 
 def parts_of_shard(tensor: Tensor, sharding: Sharding, rank: int, p: int) -> Iterator[Tensor]:

@@ -61,13 +61,17 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
         module: a module with layers of this package, such as a transformer block.
 
     Raises:
-        TypeError: ``module`` is not an ``nn.Module``.
+        TypeError: ``module`` is not an ``nn.Module``. ValueError: it has layers built in :func:`tp_ext.tp_invariant`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: {type(module).__name__} must be an nn.Module")
     groups: dict[str, list[SummedParameter]] = {}
     for layer in module.modules():
         if isinstance(layer, ParallelModule):
+            if layer.invariant_blocks is not None:
+                raise ValueError(
+                    "module: must not have layers built in tp_invariant, which sum each gradient by blocks of its own"
+                )
             for name, rows in layer.summed_parameters().items():
                 groups.setdefault(layer.tp_group.name, []).append((layer, name, rows))
     if not groups:

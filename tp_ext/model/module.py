@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, warn_caller
 from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
+from tp_ext.invariance import block_sizes, check_ranks, current_blocks, refuse_in_blocks
 from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
 from tp_ext.model.layouts import ShardingView, mirror_layouts
@@ -65,12 +66,15 @@ class ParallelModule(nn.Module):
         sequence_parallel: activations outside the block are sharded on dim 0 (tokens).
         expert_group: of a layer whose parameters are sharded over a group of data ranks: that group; None: of others.
         tp_name: the name in the unsharded model, by :func:`tp_ext.name_modules`; None before.
+        invariant_blocks: the number of blocks of :func:`tp_ext.tp_invariant` in which the module was built; None: built
+            outside of it.
         output_is_partial: the output is a partial sum, which another module sums; ``tp_ext.verify`` then compares sums.
         tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
             ``tp_ext.debug.check`` reports those that are no longer tied.
     """
 
     output_is_partial: bool = False
+    has_blocks: bool = False  # whether the class has a form with the same bits for every p
     tp_name: str | None = None
     expert_group: ParallelGroup | None = None
     _name_number: int | None = None
@@ -93,6 +97,9 @@ class ParallelModule(nn.Module):
         self.weight_group = parallel_group(weight_group)
         if self.weight_group.size > 1 and self.weight_group.name == self.tp_group.name:
             raise ValueError(f"weight_group: {weight_group!r} must be another group than group")
+        self.invariant_blocks = current_blocks()
+        if self.invariant_blocks is not None:
+            self._check_blocks(self.invariant_blocks, activations)
         self.activations = activations
         self.tp_layouts: dict[str, Layout] = {}
         self.sequence_parallel = sequence_parallel
@@ -101,6 +108,16 @@ class ParallelModule(nn.Module):
         self._gathered: dict[str, tuple[int, list[int]]] = {}  # dim and lengths over weight_group
         self.tied: set[str] = set()
         self._coalesced: dict[str, Tensor] = {}  # coalesce_gradients', during a forward: from the region that sums
+
+    def _check_blocks(self, blocks: int, activations: str) -> None:
+        if not self.has_blocks:
+            raise ValueError(
+                f"{type(self).__name__}: must not be built in tp_invariant: it has no form with the same bits for "
+                "every number of ranks"
+            )
+        check_ranks(blocks, self.tp_group.size)
+        weight_group = self.weight_group.size > 1 and self.weight_group.torch_name
+        refuse_in_blocks(blocks, weight_group=weight_group, activations=activations == "hidden" and activations)
 
     def add_parameter(
         self,
@@ -276,6 +293,9 @@ class ParallelModule(nn.Module):
         if name in own["_copied"]:
             return _ops.copy_replicas_to_region(self._entering(name, given), group.name, *own["_copied"][name])
         if own["sequence_parallel"] and group.size > 1 and self._replicated(name):
+            # A layer built in blocks sums the gradient over its tokens' blocks itself
+            if own["invariant_blocks"] is not None:
+                return given
             return _ops.copy_to_region(given, group.name)
         return given
 
@@ -322,10 +342,16 @@ class ParallelModule(nn.Module):
     ) -> list[int] | None:
         """Returns each rank's number of tokens; None (equal on all ranks) if ``total_tokens`` is not given. Dim 0 of
         ``local`` must have this rank's tokens, that of ``whole`` all of them."""
-        if total_tokens is None or not self.sequence_parallel or self.tp_group.size == 1:
+        if not self.sequence_parallel or self.tp_group.size == 1:
             return None
+        p, blocks = self.tp_group.size, self.invariant_blocks
+        if total_tokens is None:
+            if blocks is None:
+                return None
+            # The lengths of blocks are equal only if the number of tokens is a multiple of p
+            total_tokens = whole.shape[0] if whole is not None else local.shape[0] * p if local is not None else 0
         check_int(least=0, total_tokens=total_tokens)
-        sizes = split_sizes(total_tokens, self.tp_group.size)
+        sizes = split_sizes(total_tokens, p) if blocks is None else block_sizes(total_tokens, blocks, p)
         if local is not None and local.dim() and local.shape[0] != sizes[self.tp_group.rank]:
             raise ValueError(
                 f"total_tokens: {total_tokens} gives the ranks {sizes}, this one {sizes[self.tp_group.rank]}, and dim "

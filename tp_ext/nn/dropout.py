@@ -150,6 +150,8 @@ class Dropout(ParallelModule):
         ValueError: ``p`` is out of [0, 1]; ``hidden_size`` without ``activations="hidden"``; x has another share of it.
     """
 
+    has_blocks = True
+
     def __init__(
         self,
         p: float = 0.5,

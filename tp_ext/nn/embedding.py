@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.invariance import block_sizes, current_blocks, refuse_compiled, refuse_in_blocks, using_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
@@ -19,11 +20,18 @@ from tp_ext.sharding import Part, Sharding
 
 
 def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> Sharding:
-    """Returns the sharding of ``[vocab_size, ..]``: like ``tensor_split``, or in equal lengths that are multiples of
-    ``pad_to_multiple_of``, with padding as the last rows."""
+    """Returns the sharding of ``[vocab_size, ..]``: like ``tensor_split``, in equal lengths that are multiples of
+    ``pad_to_multiple_of``, with padding as the last rows, or in the blocks of the context."""
     check_int(least=1, vocab_size=vocab_size)
     if vocab_size < p:
         raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
+    blocks = current_blocks()
+    if blocks is not None:
+        if pad_to_multiple_of is not None:
+            raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of} must not be given in tp_invariant")
+        if vocab_size < blocks:
+            raise ValueError(f"vocab_size: {vocab_size} must be at least the blocks of tp_invariant, {blocks}")
+        return Sharding(0, (Part(vocab_size, blocks=blocks),))
     if pad_to_multiple_of is None:
         return Sharding(0, (Part(vocab_size),))
     check_int(least=1, pad_to_multiple_of=pad_to_multiple_of)
@@ -34,6 +42,7 @@ def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> S
 class _VocabParallel(ParallelModule):
     """Base class of embedding and head: a weight ``[vocab_local, n]`` that may be tied to the other's."""
 
+    has_blocks = True
     weight: nn.Parameter
 
     def __init__(
@@ -182,18 +191,26 @@ class VocabParallelEmbedding(_VocabParallel):
             self.vocab_local,
             self.vocab_size,
             self.sequence_parallel,
-            None,
+            self._sizes_of(ids),
         )
         if hidden:
             y = _ops.reduce_scatter_region(y, self.tp_group.name, -1)
         return y if self.padding_idx is None else self._without_gradient_of_padding(y, ids)
+
+    def _sizes_of(self, ids: Tensor) -> list[int] | None:
+        """Returns each rank's number of tokens in blocks, under sequence parallelism; None: those of tensor_split."""
+        if self.invariant_blocks is None or not self.sequence_parallel:
+            return None
+        return block_sizes(ids.numel(), self.invariant_blocks, self.tp_group.size)
 
     def _without_gradient_of_padding(self, y: Tensor, ids: Tensor) -> Tensor:
         assert self.padding_idx is not None
         padding = ids.eq(self.padding_idx)
         if self.sequence_parallel:
             # The operator has flattened the ids and split their tokens alike
-            padding = padding.flatten().tensor_split(self.tp_group.size)[self.tp_group.rank]
+            p, sizes = self.tp_group.size, self._sizes_of(ids)
+            shards = padding.flatten().tensor_split(p) if sizes is None else padding.flatten().split(sizes)
+            padding = shards[self.tp_group.rank]
         return torch.where(padding[..., None], y.detach(), y)
 
     def after_init(self, name: str, shard: Tensor) -> None:
@@ -268,6 +285,9 @@ class VocabParallelLMHead(_VocabParallel):
             device=device,
             dtype=dtype,
         )
+        refuse_in_blocks(self.invariant_blocks, grad_accumulation_fusion=grad_accumulation_fusion)
+        if self.invariant_blocks is not None:
+            self._segments = self.sharding.segments(self.tp_group.rank, self.tp_group.size)
         self.hidden_size = hidden_size
         self.grad_accumulation_fusion = grad_accumulation_fusion
         self.reshard_after_forward = reshard_after_forward
@@ -327,6 +347,11 @@ class VocabParallelLMHead(_VocabParallel):
         weight = self._checked(self.parameter("weight", weight))
         if self.on_two_axes:
             return linear_2d(self, x, weight, self.hidden_size, False, total_tokens)
+        if self.invariant_blocks is not None:
+            refuse_compiled()
+            sizes, group = self.token_sizes(total_tokens, x), self.tp_group.name
+            how = group, self.sequence_parallel, sizes, self.invariant_blocks, self._segments
+            return _ops.block_column_linear(x, weight, self.parameter("bias"), *how)
         main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
         if loss is not None:
             return linear_cross_entropy(
@@ -377,12 +402,16 @@ class VocabParallelLMHead(_VocabParallel):
         Communicates and raises as these functions.
         """
         check_flag(keep_logits=keep_logits)
-        # The operator without logits knows one axis
-        if keep_logits or self.on_two_axes:
+        # The operator without logits knows one axis, and chunks of tokens that depend on the local vocabulary
+        if keep_logits or self.on_two_axes or self.invariant_blocks is not None:
             logits = self(x, total_tokens, weight=weight)
-            return vocab_parallel_cross_entropy(
-                logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options
-            )
+            refuse_in_blocks(self.invariant_blocks, return_entropy=options.pop("return_entropy", None) or None)
+            if self.invariant_blocks is not None:
+                options.pop("chunk_tokens", None)
+            with using_blocks(self.invariant_blocks):
+                return vocab_parallel_cross_entropy(
+                    logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options
+                )
         return self(x, total_tokens, weight=weight, loss={"target": target, **options})
 
     @torch.no_grad()
@@ -398,7 +427,8 @@ class VocabParallelLMHead(_VocabParallel):
         Communicates and raises as both of them.
         """
         logits = self(x, total_tokens, weight=weight)
-        return vocab_parallel_sample(logits, self.tp_group.name, vocab_size=self.vocab_size, **options)
+        with using_blocks(self.invariant_blocks):
+            return vocab_parallel_sample(logits, self.tp_group.name, vocab_size=self.vocab_size, **options)
 
     @torch.no_grad()
     def argmax(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
@@ -407,7 +437,8 @@ class VocabParallelLMHead(_VocabParallel):
         Args and communication as :meth:`sample`.
         """
         logits = self(x, total_tokens, weight=weight)
-        return vocab_parallel_argmax(logits, self.tp_group.name, vocab_size=self.vocab_size)
+        with using_blocks(self.invariant_blocks):
+            return vocab_parallel_argmax(logits, self.tp_group.name, vocab_size=self.vocab_size)
 
     def extra_repr(self) -> str:
         return (

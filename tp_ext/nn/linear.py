@@ -135,6 +135,8 @@ class ColumnParallelLinear(ParallelLinear):
             bias = None if "bias" in self.operator_gathers else self.parameter("bias")
             if bias is not None and not skip_bias_add:
                 y = y + bias.to(y.dtype)
+        elif attributes["invariant_blocks"] is not None:
+            y, bias = self.in_blocks(x, weight, total_tokens, row=False), self.parameter("bias")
         else:
             weight, bias, main_grad = operands(self, attributes, weight, attributes["_copied"])
             y = _ops.column_parallel_linear(
@@ -156,7 +158,7 @@ class ColumnParallelLinear(ParallelLinear):
         sharding = self.tp_layouts["weight"][0][0]
         sizes = sharding.local_sizes(self.tp_group.size)
         full = _ops.gather_from_region(y, self.tp_group.name, -1, sizes)
-        if len(sharding.parts) == 1 and sharding.parts[0].copies == 1 and not self.has_padding("weight"):
+        if len(sharding.parts) == 1 and not sharding.parts[0].has_copies and not self.has_padding("weight"):
             return full
         return Sharding(-1, sharding.parts).unshard(full.split(sizes, -1))
 
@@ -218,7 +220,7 @@ class RowParallelLinear(ParallelLinear):
             option = "sequence_parallel=True: the tokens" if sequence_parallel else "activations='hidden': the features"
             raise ValueError(f"input_is_parallel: False must not be combined with {option} are sharded")
         sharding = linear_sharding(1, in_features, parts, unit, "in_features")
-        if any(part.copies > 1 for part in sharding.parts):
+        if any(part.has_copies for part in sharding.parts):
             raise ValueError(f"parts: {sharding.parts} must not have copies: the sum would count them twice")
         super().__init__(
             in_features,
@@ -256,6 +258,9 @@ class RowParallelLinear(ParallelLinear):
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
             y = linear_2d(self, x, weight, self.out_features, True, total_tokens)
+            return (y, self.parameter("bias")) if skip_bias_add else y
+        if attributes["invariant_blocks"] is not None:
+            y = self.in_blocks(x, weight, total_tokens, row=True)
             return (y, self.parameter("bias")) if skip_bias_add else y
         weight, bias, main_grad = operands(self, attributes, weight, coalesced)
         y = _ops.row_parallel_linear(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_int
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
+from tp_ext.invariance import check_ranks, current_blocks, refuse_in_blocks, units_of_rank
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.sharding import split_sizes
@@ -75,6 +76,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     axes = data_axes(mean_over)
     check_reductions(reduction, axes, gradient_reduction)
+    refuse_in_blocks(current_blocks(), mean_over=axes.axes or None)
     if DebugMode.on:
         check_same_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
@@ -91,6 +93,7 @@ def vocab_parallel_cross_entropy(
         "sum" if axes.axes else reduction,
         inplace_backward,
         vocab_size is not None,
+        current_blocks() or 0,
     )
     if not axes.axes:
         return loss
@@ -129,6 +132,17 @@ def vocab_columns(
     are not: the ranks compare widths and sizes when they communicate.
     """
     _, p, rank = group
+    blocks = current_blocks()
+    if blocks is not None:
+        check_ranks(blocks, p)
+        size = width if vocab_size is None and p == 1 else vocab_size
+        spans = [] if size is None else [units_of_rank(size, blocks, r, p) for r in range(p)]
+        if size is None or spans[rank][1] - spans[rank][0] != width or size < blocks:
+            raise ValueError(
+                f"{name}: {width} {dim} on rank {rank} must be this rank's blocks of vocab_size = {size} in "
+                f"tp_invariant(blocks={blocks}), at p = {p}"
+            )
+        return spans[rank][0], width, size
     if vocab_size is None:
         return rank * width, width, p * width
     check_int(least=1, vocab_size=vocab_size)

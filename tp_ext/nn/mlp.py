@@ -40,6 +40,8 @@ class ParallelMLP(ParallelModule):
         ValueError: an unknown activation.
     """
 
+    has_blocks = True
+
     def __init__(
         self,
         hidden_size: int,

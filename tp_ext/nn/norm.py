@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm: torch's modules, with complete gradients of the weights under sequence parallelism."""
 
+import itertools
 from collections.abc import Sequence
 from typing import overload
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_number, refuse_group
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.invariance import block_start, blocks_of_rank, refuse_compiled
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import Constant
 from tp_ext.sharding import Sharding
@@ -19,6 +21,7 @@ EPSILON_32, EPSILON_64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float
 class _Norm(ParallelModule):
     """Base class of both norms: the normalised dims, flattened to one, and the replicated parameters."""
 
+    has_blocks = True
     weight: nn.Parameter | None
 
     def __init__(
@@ -68,6 +71,67 @@ class _Norm(ParallelModule):
     def _flat_parameter(self, name: str) -> Tensor | None:
         param = self.parameter(name)
         return param.flatten() if param is not None and param.dim() > 1 else param
+
+    # [Note: parameters of tokens are summed by blocks of tokens]
+    def _in_token_blocks(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes the norm of each block of tokens by itself, and returns y and x + residual, flattened."""
+        flat = self._flat(x)
+        flat = flat if flat.dim() > 1 else flat[None]
+        rest = None if residual is None else self._flat(residual).view(flat.shape)
+        (_, p, rank), blocks, local = self.tp_group, self.invariant_blocks, flat.shape[0]
+        assert blocks is not None
+        over_ranks, total = self.sequence_parallel and p > 1, local
+        if over_ranks:  # no rank can know it from its own tokens
+            total = int(_ops.reduce_from_region(torch.tensor(float(local)), self.tp_group.name))
+        held = blocks_of_rank(blocks, rank, p) if over_ranks else range(blocks)
+        starts = [block_start(total, block, blocks) for block in (*held, held.stop)]
+        lengths = [stop - start for start, stop in itertools.pairwise(starts)]
+        if sum(lengths) != local:
+            raise ValueError(
+                f"x: {local} tokens on rank {rank} must be {sum(lengths)}, its blocks of the {total} of all ranks"
+            )
+        return self.over_segments(flat, rest, 0, list(zip(held, lengths, strict=True)), over_ranks)
+
+    def over_segments(
+        self, x: Tensor, residual: Tensor | None, dim: int, segments: Sequence[tuple[int, int]], over_ranks: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the norm of slices of x along ``dim`` by themselves; their gradients of the parameters are summed by
+        one tree over the blocks of the group, or of this rank.
+
+        Args:
+            segments: block and length of each slice; block -1: of a slice whose gradient another rank counts.
+
+        Returns: y, and x + residual, or x.
+        """
+        refuse_compiled()
+        group, blocks = self.tp_group, self.invariant_blocks
+        assert blocks is not None
+        first = blocks_of_rank(blocks, group.rank, group.size).start if over_ranks else 0
+        copies: dict[str, list[Tensor]] = {}
+        for name in self._parameters:
+            if (param := self._flat_parameter(name)) is not None:
+                copies[name] = _ops.block_copies(param, group.name if over_ranks else "", blocks)
+        lengths = [length for _, length in segments]
+        slices, rest = x.split(lengths, dim), None if residual is None else residual.split(lengths, dim)
+        results = []
+        for i, (block, length) in enumerate(segments):
+            if length == 0 and i:
+                continue  # one slice at least: the result of an empty x
+            used = {name: of[block - first] if block >= 0 else _without_gradient(of[0]) for name, of in copies.items()}
+            results.append(self._compute(slices[i], None if rest is None else rest[i], **used))
+        ys, totals = zip(*results, strict=True)
+        return torch.cat(ys, dim), x if residual is None else torch.cat(totals, dim)
+
+    def _compute(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y and x + residual, or x; x ``[.., n]``, whole rows."""
+        raise NotImplementedError
+
+
+def _without_gradient(param: Tensor) -> Tensor:
+    """Returns the parameter with a gradient of zeros: detached, its node would not sum over the ranks on this one."""
+    return torch.where(torch.zeros((), dtype=torch.bool, device=param.device), param, param.detach())
 
 
 class RMSNorm(_Norm):
@@ -133,13 +197,12 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if not x.is_floating_point():
             raise TypeError(f"x: dtype {x.dtype} must be a floating point type")
-        eps = self.eps
-        if eps is None:
-            # Statistics of half types are computed in fp32
-            eps = EPSILON_64 if x.dtype == torch.float64 else EPSILON_32
-        flat, weight = self._flat(x), self._flat_parameter("weight")
         if residual is not None:
             self._check_residual(x, residual)
+        if self.invariant_blocks is not None:
+            y, total = self._in_token_blocks(x, residual)
+            return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        eps, flat, weight = self._epsilon(x), self._flat(x), self._flat_parameter("weight")
         if self._over_group:
             total = x if residual is None else x + residual
             y = _ops.sharded_rms_norm(total, weight, eps, self.tp_group.name, *self.normalized_shape)
@@ -148,6 +211,19 @@ class RMSNorm(_Norm):
             return self._shaped(_ops.rms_norm_residual(flat, self._flat(residual), weight, eps), x)
         y = _ops.rms_norm(flat, weight, eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+
+    def _epsilon(self, x: Tensor) -> float:
+        if self.eps is not None:
+            return self.eps
+        # Statistics of half types are computed in fp32
+        return EPSILON_64 if x.dtype == torch.float64 else EPSILON_32
+
+    def _compute(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return _ops.rms_norm(x, weight, self._epsilon(x)), x
+        return _ops.rms_norm_residual(x, residual, weight, self._epsilon(x))
 
     def extra_repr(self) -> str:
         return (
@@ -210,9 +286,12 @@ class LayerNorm(_Norm):
     @overload
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        flat, weight, bias = self._flat(x), self._flat_parameter("weight"), self._flat_parameter("bias")
         if residual is not None:
             self._check_residual(x, residual)
+        if self.invariant_blocks is not None:
+            y, total = self._in_token_blocks(x, residual)
+            return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        flat, weight, bias = self._flat(x), self._flat_parameter("weight"), self._flat_parameter("bias")
         if self._over_group:
             total = x if residual is None else x + residual
             y = _ops.sharded_layer_norm(total, weight, bias, self.eps, self.tp_group.name, *self.normalized_shape)
@@ -221,6 +300,13 @@ class LayerNorm(_Norm):
             return self._shaped(_ops.layer_norm_residual(flat, self._flat(residual), weight, bias, self.eps), x)
         y = _ops.layer_norm(flat, weight, bias, self.eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+
+    def _compute(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return _ops.layer_norm(x, weight, bias, self.eps), x
+        return _ops.layer_norm_residual(x, residual, weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         return (

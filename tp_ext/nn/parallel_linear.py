@@ -1,6 +1,7 @@
 """Base class of the tensor-parallel linears: parameters, sharding, and the weight of a call."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.invariance import current_blocks, refuse_compiled, refuse_in_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.gather_ahead import find_forward
 from tp_ext.random import Init, torch_linear_init
@@ -39,15 +41,17 @@ def accumulated(weight: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 def linear_sharding(dim: int, size: int, parts: Iterable[Part | int] | None, unit: int, name: str) -> Sharding:
-    """Returns the sharding of ``size`` features along ``dim`` of the weight, by ``parts`` or ``unit``."""
+    """Returns the sharding of ``size`` features along ``dim`` of the weight, by ``parts`` or ``unit``, in the blocks of
+    the context."""
+    blocks = current_blocks() or 0
     if parts is None:
-        return Sharding(dim, (Part(size, unit),))
+        return Sharding(dim, (Part(size, unit, blocks=blocks),))
     if unit != 1:
         raise ValueError(f"unit: {unit} must be given in each Part when parts are given")
     sharding = Sharding(dim, parts)
     if sharding.size != size:
         raise ValueError(f"parts: {sharding.parts} must sum to {name} = {size}")
-    return sharding
+    return Sharding(dim, [replace(part, blocks=blocks) for part in sharding.parts]) if blocks else sharding
 
 
 class ParallelLinear(ParallelModule):
@@ -55,6 +59,7 @@ class ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    has_blocks = True
     operator_sums_bias: ClassVar[bool]  # whether the operator sums the gradient of the bias under sequence parallelism
 
     def __init__(
@@ -80,6 +85,9 @@ class ParallelLinear(ParallelModule):
         check_flag(bias=bias, skip_bias_add=skip_bias_add, grad_accumulation_fusion=grad_accumulation_fusion)
         check_flag(reshard_after_forward=reshard_after_forward)
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
+        refuse_in_blocks(
+            self.invariant_blocks, grad_accumulation_fusion=grad_accumulation_fusion, overlap_chunks=overlap_chunks
+        )
         self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
         if self.on_two_axes:
             check_one_axis_options(grad_accumulation_fusion=grad_accumulation_fusion, overlap_chunks=overlap_chunks)
@@ -104,6 +112,8 @@ class ParallelLinear(ParallelModule):
         else:
             self.register_parameter("bias", None)
         self.operator_gathers = gathered_by_operator(self, skip_bias_add)
+        if self.invariant_blocks is not None:
+            self._segments = weight_sharding.segments(self.tp_group.rank, self.tp_group.size)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
@@ -130,6 +140,19 @@ class ParallelLinear(ParallelModule):
         ).to_empty(device=linear.weight.device)
         layer.copy_shards(linear)
         return layer
+
+    def in_blocks(self, x: Tensor, weight: Tensor | None, total_tokens: int | None, row: bool) -> Tensor:
+        """Computes the layer as built in :func:`tp_ext.tp_invariant`, without the bias if ``skip_bias_add``."""
+        refuse_compiled()
+        weight = self.parameter("weight", weight)
+        self.check_shape(weight)
+        bias = None if self.skip_bias_add else self.parameter("bias", operator_sums=True)
+        sizes = self.token_sizes(total_tokens, None if row else x, x if row else None)
+        group, blocks = self.tp_group.name, self.invariant_blocks
+        assert blocks is not None
+        if row:
+            return _ops.block_row_linear(x, weight, bias, group, self.sequence_parallel, blocks, self._segments)
+        return _ops.block_column_linear(x, weight, bias, group, self.sequence_parallel, sizes, blocks, self._segments)
 
     def _entering(self, name: str, value: Tensor) -> Tensor:
         if name != "weight":

@@ -14,6 +14,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number
 from tp_ext.group import Group, ParallelGroup, parallel_group
+from tp_ext.invariance import block_sizes, current_blocks
 from tp_ext.nn.loss import vocab_columns
 from tp_ext.random import draw_seed
 from tp_ext.regions import all_gather_region, gather_from_region
@@ -40,7 +41,7 @@ def vocab_parallel_argmax(logits_local: Tensor, group: Group, *, vocab_size: int
             do not form one vocabulary (CPU; a device assert on CUDA).
     """
     resolved = parallel_group(group)
-    real, shard = _real_columns(logits_local, vocab_size, resolved)
+    real, shard, resolved = _real_columns(logits_local, vocab_size, resolved)
     return _argmax(real, shard, resolved)
 
 
@@ -76,7 +77,7 @@ def vocab_parallel_sample(
             ``top_p`` outside (0, 1].
     """
     resolved = parallel_group(group)
-    real, shard = _real_columns(logits_local, vocab_size, resolved)
+    real, shard, resolved = _real_columns(logits_local, vocab_size, resolved)
     check_number(least=0, temperature=temperature)
     check_int(least=1, or_none=True, top_k=top_k)
     if top_p is not None and (not isinstance(top_p, int | float) or isinstance(top_p, bool) or not 0 < top_p <= 1):
@@ -110,15 +111,22 @@ class _Shard(NamedTuple):
     full: int
 
 
-def _real_columns(logits_local: Tensor, vocab_size: int | None, group: ParallelGroup) -> tuple[Tensor, _Shard]:
-    """Returns this rank's logits without padding, and its columns."""
+def _real_columns(
+    logits_local: Tensor, vocab_size: int | None, group: ParallelGroup
+) -> tuple[Tensor, _Shard, ParallelGroup]:
+    """Returns this rank's logits without padding, its columns, and the group that holds the others. In
+    :func:`tp_ext.tp_invariant` the ranks gather the logits, and each holds all."""
     if not logits_local.is_floating_point():
         raise TypeError(f"logits_local: dtype {logits_local.dtype} must be a floating point type")
     if logits_local.dim() < 1:
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     width = logits_local.shape[-1]
     start, local, full = vocab_columns(width, vocab_size, group)
-    return logits_local[..., :local], _Shard(width, start, full)
+    blocks = current_blocks()
+    if blocks is not None and group.size > 1:
+        logits = gather_from_region(logits_local, group.name, -1, block_sizes(full, blocks, group.size))
+        return logits, _Shard(full, 0, full), parallel_group(None)
+    return logits_local[..., :local], _Shard(width, start, full), group
 
 
 def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:

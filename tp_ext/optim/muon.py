@@ -4,6 +4,7 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024);
 training" (arXiv:2502.16982), whose learning rate is ``adjust_lr_fn="match_rms_adamw"``.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim.adamw import adamw
 from tp_ext._checks import check_bool, check_choice, check_number
 from tp_ext._object_collectives import all_gather_along, all_gather_objects, differs_between_ranks
 from tp_ext.group import NOT_GIVEN, Group, process_group
+from tp_ext.invariance import one_thread
 from tp_ext.mesh import DataAxes
 from tp_ext.model.census import warn_unneeded_group
 from tp_ext.model.stages import Stages
@@ -49,7 +51,8 @@ class Muon(Optimizer):
         betas, adamw_eps: as ``betas`` and ``eps`` of ``torch.optim.AdamW``.
         ns_dtype: dtype of the orthogonalization, in which matrices are sent.
         form: what ranks send to the one that orthogonalizes: "gather" the matrix; "gram" its Gram matrix (X X^T), at
-            least in fp32, where every rank holds the whole short side; "auto" what is fewer bytes.
+            least in fp32, where every rank holds the whole short side; "auto" what is fewer bytes. Of a model built in
+            :func:`tp_ext.tp_invariant` it is always the matrix, which one thread orthogonalizes.
         bucket_cap_mb: MiB of matrices in ``ns_dtype`` that are exchanged at a time.
         model: the model, or the stages that this rank holds, whose layouts are used, and over whose replicas (DDP) the
             matrices are shared. Without it the layouts are those that parameters carry. Needed under FSDP2.
@@ -98,6 +101,7 @@ class Muon(Optimizer):
         check_number(above=0, bucket_cap_mb=bucket_cap_mb)
         if mesh is not None and model is None:
             raise ValueError("mesh: must be given together with model")
+        self._in_blocks = False
         self._ns_dtype, self._form, self._bucket_bytes = ns_dtype, form, int(bucket_cap_mb * 2**20)
         self._placed = Placed(model, group, mesh)
         self._key: tuple[int, ...] | None = None
@@ -204,7 +208,8 @@ class Muon(Optimizer):
                     # Bucket by bucket, so that not all updates are in memory at once
                     updates[index] = self._momentum(matrices[index][0], options[index])
                     params[index].mul_(1 - options[index]["lr"] * options[index]["weight_decay"])
-            bucket.step(params, updates, options)
+            with one_thread() if self._in_blocks else contextlib.nullcontext():
+                bucket.step(params, updates, options)
             for index in bucket.params:
                 if last[index] is bucket:
                     del updates[index]
@@ -245,7 +250,10 @@ class Muon(Optimizer):
         axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in found))
         shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
         reports = _shards_of_all(shards, axes)
-        work_options = MuonOptions(axes, device, self._ns_dtype, self._form, self._bucket_bytes)
+        # Gram matrices are sums over what each rank holds
+        self._in_blocks = any(sharding.blocks for _, layout in found for sharding, _ in layout)
+        form = "gather" if self._in_blocks else self._form
+        work_options = MuonOptions(axes, device, self._ns_dtype, form, self._bucket_bytes)
         steps = [options["ns_steps"] for _, options, _ in matrices]
         return [
             Bucket(assigned, shards, work_options)

@@ -19,6 +19,7 @@ from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.model.census import census, warn_unneeded_group
 from tp_ext.model.model_groups import ModelGroups, axes_of_groups
 from tp_ext.model.stages import Stages
+from tp_ext.parallel.block_norm import GradientRow, norm_in_blocks
 from tp_ext.sharding import Layout
 
 Given = Stages | Iterable[Tensor] | Tensor
@@ -27,10 +28,6 @@ Groups = Group | Sequence[Group]
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # supported by our kernels; their devices below
 _DEVICES = {"cpu", "cuda"} if load().build_info()["cuda"] else {"cpu"}
 _UNKNOWN: Any = object()
-
-# A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
-# layer's. There may be thousands: hence plain tuples, and loops without calls.
-GradientRow = tuple[Tensor, Layout, list[Tensor]]
 
 
 @torch.no_grad()
@@ -197,6 +194,12 @@ def _norm(
     """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
+    blocks = next((sharding.blocks for _, layout, _ in table for sharding, _ in layout if sharding.blocks), 0)
+    if blocks and norm_type == 2:
+        summed, extra = (
+            _axes(names).values() for names in ([axis.name for axis in groups.axes], _listed(extra_groups))
+        )
+        return norm_in_blocks(table, groups, skipped, blocks, summed, extra)
     tp = _axes([axis.name for axis in groups.axes])
     # By ranks: an axis that is listed although layouts name it must not be summed twice
     last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
@@ -261,13 +264,13 @@ def _is_owned_whole(grad: Tensor, layout: Layout) -> bool:
         return False
     (sharding, (_, p, rank)), shape = layout[0], grad.shape
     fits = -len(shape) <= sharding.dim < len(shape) and shape[sharding.dim] == sharding.local_size(rank, p)
-    return fits and all(part.padding == 0 and part.copies == 1 for part in sharding.parts)
+    return fits and all(part.padding == 0 and not part.has_copies for part in sharding.parts)
 
 
 def _is_full(param: Tensor, layout: Layout) -> bool:
     """Returns whether the parameter is the full tensor, as without parallelism."""
     return all(
-        all(part.copies == 1 for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
+        all(not part.has_copies for part in sharding.parts) and param.shape[sharding.dim] == sharding.local_size(0, 1)
         for sharding, _ in layout
     )
 

@@ -77,7 +77,7 @@ def of_gradient(full: Tensor | None, locals_: Sequence[Tensor | None], layouts: 
     if any(local.shape != right.shape for local, right in zip(present, expected, strict=True)):
         return f"shapes {[tuple(local.shape) for local in present]} are not those of the layout: a local size is wrong"
     # Elements that several ranks hold, copies and replicated parameters, have gradients that are sums
-    copied = any(part.copies > 1 for layout in layouts for entry, _ in layout for part in entry.parts)
+    copied = any(part.has_copies for layout in layouts for entry, _ in layout for part in entry.parts)
     parts = [_spread(local, layout, full) for local, layout in zip(present, layouts, strict=True)]
     return _of_sums(full, present, expected, parts if copied or not any(layouts) else [], bound, "gradient")
 

@@ -144,7 +144,7 @@ def copies_summed(comparison: Comparison, floor: float = 0.0) -> Comparison:
     ):
         return comparison
     here, there = (Sharding(comparison.placement.dim or 0, parts) for parts in comparison.placement.parts)
-    if all(part.copies == 1 for part in there.parts):
+    if all(not part.has_copies for part in there.parts):
         return comparison
     full = here.unshard([comparison.full])
     total = torch.zeros_like(full)

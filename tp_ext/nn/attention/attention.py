@@ -10,7 +10,9 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
+from tp_ext.invariance import refuse_in_blocks
 from tp_ext.nn.attention.context_attention import AttentionOptions, check_context, check_layout, context_attention
+from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import KVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.self_attention import SelfAttention
@@ -69,6 +71,8 @@ class ParallelAttention(SelfAttention):
     Raises:
         ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
     """
+
+    has_blocks = True
 
     def __init__(
         self,
@@ -130,8 +134,16 @@ class ParallelAttention(SelfAttention):
             activations=activations,
         )
         _, p, rank = self.tp_group
+        blocks, context_ranks = self.invariant_blocks, parallel_group(context_group)
+        refuse_in_blocks(
+            blocks,
+            exact_dropout=not exact_dropout and "False",
+            context_group=context_ranks.size > 1 and context_ranks.torch_name,
+            attend=attend,
+        )
         # [Note: padding and groups of a part]: query heads are cut within the group of their KV head
-        q, kv = head_parts(num_heads, num_kv_heads, head_dim, p)
+        q, kv = head_parts(num_heads, num_kv_heads, head_dim, p, blocks or 0)
+        self._kv_heads = None if blocks is None else KVHeadsInBlocks(num_heads, num_kv_heads, blocks, self.tp_group)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         (first, last), (first_kv, last_kv) = (part.span(rank, p) for part in (q, kv))
         self.first_head_local, self.num_heads_local = first // head_dim, (last - first) // head_dim
@@ -194,6 +206,7 @@ class ParallelAttention(SelfAttention):
             if attn_mask is not None:
                 raise ValueError("attn_mask: must not be combined with layout")
             return self._forward_over_context(x, layout, cache, cos_sin)
+        refuse_in_blocks(self.invariant_blocks, cache=cache and type(cache).__name__)
         # With a cache each rank continues alone, from the keys of all ranks that the prompt left there
         if self.context_group.size > 1 and cache is None:
             raise ValueError(f"layout: must be given with a context_group of {self.context_group.size} ranks")
@@ -332,13 +345,22 @@ class ParallelAttention(SelfAttention):
         *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
         # Before the rotation, as in the models that have such norms
         if self.q_norm is not None and self.k_norm is not None:
-            rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
+            if self._kv_heads is None:
+                rotating = [self.q_norm(rotating[0]), self.k_norm(rotating[1])]
+            else:
+                norms, segments = (self.q_norm, self.k_norm), self._kv_heads.segments
+                rotating = [
+                    norm.over_segments(x, None, x.dim() - 2, heads_of, over_ranks=True)[0]
+                    for norm, x, heads_of in zip(norms, rotating, segments, strict=True)
+                ]
         if self.rope is not None and tables is not None:
             if rows.requires_grad and self.q_norm is None:
                 v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
             cos, sin, positions = tables
             rotating = [_ops.rope(t, cos, sin, self.rope.interleaved, positions) for t in rotating]
         q, k = rotating[0].split((nq, nkv), -2) if together else rotating
+        if self._kv_heads is not None:
+            k, v = self._kv_heads.expanded(k), self._kv_heads.expanded(v)
         return q, k, v
 
     def extra_repr(self) -> str:

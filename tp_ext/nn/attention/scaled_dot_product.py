@@ -59,6 +59,7 @@ def attention(
     *,
     dropout: float = 0.0,
     drop: Callable[[Tensor], Tensor] | None = None,
+    by_head: bool = False,
 ) -> Tensor:
     """Computes ``softmax(cap(scale q k^T) + mask) v``, ``cap(s) = softcap tanh(s / softcap)``, of whole sequences.
 
@@ -70,6 +71,7 @@ def attention(
         scale: default ``head_dim ** -0.5``.
         causal, sliding_window: as :func:`visible`.
         dropout: probability, with torch's masks. drop: dropout of the weights ``[batch, heads, n, n]``.
+        by_head: computes the products of each head on one thread, where they are computed here.
     """
     n, gqa = q.shape[2], q.shape[1] != k.shape[1]
     # [Note: a sliding window is computed in blocks of queries]
@@ -79,7 +81,9 @@ def attention(
     if not explicit and mask is None and window is None:
         return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale, enable_gqa=gqa)
     if explicit:
-        attend = partial(explicit_attention, scale=scale, softcap=softcap, blind=mask is not None, drop=drop)
+        attend = partial(
+            explicit_attention, scale=scale, softcap=softcap, blind=mask is not None, drop=drop, by_head=by_head
+        )
     else:
         attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=gqa)
     # Masks by index need the place in the whole [n, n], which blocks do not have
@@ -134,6 +138,7 @@ def explicit_attention(
     softcap: float | None,
     blind: bool,
     drop: Callable[[Tensor], Tensor] | None = None,
+    by_head: bool = False,
 ) -> Tensor:
     """Computes :func:`attention` step by step; keeps ``[batch, heads, n, m]`` weights for backward.
 
@@ -141,12 +146,14 @@ def explicit_attention(
         q: ``[batch, heads, n, head_dim]``. k: ``[batch, kv_heads, m, head_dim]``. v: the same, or other features.
         attn_mask: the complete mask, broadcastable to ``[batch, heads, n, m]``.
         blind: whether some query may attend to no key; it gets 0.
+        by_head: computes each head's products on one thread: their bits do not depend on the other heads.
     """
     batch, heads, n, head_dim = q.shape
     q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward
     # The query heads of a KV head are rows of one product: no copy of k and v for each
     rows = (batch, k.shape[1], heads * n // k.shape[1])
-    scores = (q.reshape(*rows, head_dim) @ k.transpose(-1, -2)).view(batch, heads, n, k.shape[2])
+    multiply = _bmm_by_head if by_head else torch.matmul
+    scores = multiply(q.reshape(*rows, head_dim), k.transpose(-1, -2)).view(batch, heads, n, k.shape[2])
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -154,11 +161,18 @@ def explicit_attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     # torch's softmax of a row without a key is NaN
-    softmax = _ops.safe_softmax if blind else torch.softmax
-    weights = softmax(scores, -1, dtype=q.dtype)  # computed in fp32, kept in q's dtype
+    if by_head:
+        weights = _ops.block_softmax(scores.flatten(0, 1), blind).unflatten(0, scores.shape[:2])
+    else:
+        softmax = _ops.safe_softmax if blind else torch.softmax
+        weights = softmax(scores, -1, dtype=q.dtype)  # computed in fp32, kept in q's dtype
     if drop is not None:
         weights = drop(weights)
-    return (weights.view(*rows, k.shape[2]) @ v).view(batch, heads, n, v.shape[3])
+    return multiply(weights.view(*rows, k.shape[2]), v).view(batch, heads, n, v.shape[3])
+
+
+def _bmm_by_head(a: Tensor, b: Tensor) -> Tensor:
+    return _ops.block_bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
 
 
 def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

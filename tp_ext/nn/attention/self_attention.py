@@ -2,6 +2,7 @@
 heads."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, check_number, check_probability, check_tensor
 from tp_ext.group import Group
+from tp_ext.invariance import refuse_in_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.attention.kv_cache import TokenCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
@@ -123,6 +125,7 @@ class SelfAttention(ParallelModule):
     def _mask_local(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the mask of this rank's heads, 4-D, bool or of ``dtype``."""
         if mask.requires_grad:
+            refuse_in_blocks(self.invariant_blocks, attn_mask="a mask that requires grad")
             # Each rank has the gradient of its own heads: of the mask it is the sum of all
             mask = _ops.copy_to_region(mask, self.tp_group.name)
         mask = mask[(None,) * (4 - mask.dim())]
@@ -181,11 +184,12 @@ class SelfAttention(ParallelModule):
             heads = self.num_heads, self.first_head_local
             # All ranks draw the same seed; the index of the head makes masks differ
             seed = draw_seed(q.device) if seed is None else seed
-            y = attention(q, k, v, *options, drop=lambda w: dropout_by_index(w, seed, dropout, *heads))
+            drop = partial(dropout_by_index, seed=seed, p=dropout, num_heads=heads[0], first_head=heads[1])
+            y = attention(q, k, v, *options, drop=drop, by_head=self.invariant_blocks is not None)
         elif dropout:
             # Ranks have other heads: with one generator state their masks would be equal
             with OwnRandomNumbers(self.tp_group.rank, q.device):
                 y = attention(q, k, v, *options, dropout=dropout)
         else:
-            y = attention(q, k, v, *options)
+            y = attention(q, k, v, *options, by_head=self.invariant_blocks is not None)
         return y.transpose(1, 2)

@@ -1,0 +1,301 @@
+// The tensor-parallel linears of tp_ext.tp_invariant: the same bits for every number of ranks. As
+// linear.cpp, but
+//
+//   - a product that the sharded dim enters is computed block by block, so that its shape does not
+//     depend on the number of ranks, each on one thread;
+//   - a sum over the ranks is the tree over the blocks (comm/tree_sum.h), also on one rank.
+//
+// With b a block, [seg] its columns or rows on this rank (one segment per part: q, k, v), T the
+// tree, and [..] what sequence parallelism adds:
+//
+//        column                                          row
+//   y    y[seg] = [gather x] w[seg]^T + b[seg]            T over b of x[seg] w[seg]^T, [local rows], + b
+//   dx   T over b of dy[seg] w[seg], [local rows]         dx[seg] = [gather dy] w[seg]
+//   dw   dw[seg] = dy[seg]^T [gather x]                   dw[seg] = [gather dy]^T x[seg]
+//   db   sum over rows of dy                              T over blocks of tokens of dy
+//
+// Column backward: the exchange of dx overlaps the products of dw. Saved: as linear.cpp.
+
+#include <ATen/ops/add.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include "autograd/autocast.h"
+#include "autograd/blocks.h"
+#include "autograd/function.h"
+#include "autograd/linear_checks.h"
+#include "autograd/linear_overlap.h"
+#include "operators.h"
+
+namespace tp_ext {
+namespace {
+
+constexpr const char* kName = "a linear built in tp_ext.tp_invariant";
+
+struct BlockCall {
+  std::string group;
+  bool sequence_parallel;
+  Split tokens;  // under SP: tokens per rank
+  int64_t number;
+  std::vector<int64_t> flat;  // segments
+};
+
+struct Saved : BlockCall {
+  Tensor x, weight;
+  bool has_bias;
+
+  static void put(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool has_bias,
+                  const BlockCall& call) {
+    ctx->save_for_backward(
+        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
+    auto& data = ctx->saved_data;
+    data["group"] = call.group;
+    data["blocks"] = call.number;
+    data["segments"] = call.flat;
+    if (has_bias) data["has_bias"] = true;
+    if (call.sequence_parallel) data["tokens"] = c10::SymIntArrayRef(call.tokens.sizes);
+  }
+  static Saved get(AutogradContext* ctx) {
+    auto tensors = ctx->get_saved_variables();
+    auto& data = ctx->saved_data;
+    const bool sp = data.count("tokens") > 0;
+    return {{data["group"].toStringRef(), sp, sp ? Split{data["tokens"].toSymIntVector()} : Split(),
+             data["blocks"].toInt(), data["segments"].toIntVector()},
+            std::move(tensors[0]),
+            std::move(tensors[1]),
+            data.count("has_bias") > 0};
+  }
+};
+
+Tensor columns(const Tensor& x, const Segment& s) { return x.narrow(1, s.start, s.length); }
+
+// A matrix whose slices along dim are made by `multiply(segment, out)`, which writes to `out`, or
+// returns a new tensor where `out` is undefined
+template <typename F>
+Tensor by_segments(const Tensor& like, at::IntArrayRef shape, int64_t dim,
+                   const std::vector<Segment>& segments, const F& multiply) {
+  const auto n = static_cast<int64_t>(segments.size());
+  if (comm::traced(like)) {  // recorded tensors must not be written
+    std::vector<Tensor> slices;
+    for (const auto& s : segments) slices.push_back(multiply(s, Tensor()));
+    return at::cat(slices, dim);
+  }
+  const Tensor result = at::empty(shape, like.options());
+  for_each_block(like, n, [&](int64_t i) {
+    if (segments[i].length == 0) return;
+    multiply(segments[i], result.narrow(dim, segments[i].start, segments[i].length));
+  });
+  return result;
+}
+
+Tensor product(const Tensor& a, const Tensor& b, Tensor out) {
+  return out.defined() ? at::mm_out(out, a, b) : at::mm(a, b);
+}
+
+// The tree over the products of the segments of each block; `multiply` as above, on a segment
+template <typename F>
+comm::TreeSum tree_of_products(const Tensor& like, std::vector<SymInt> shape, const BlockCall& call,
+                               const F& multiply) {
+  const auto segments = segments_of(call.flat);
+  const auto blocks = own_blocks(call.number, call.group);
+  return sum_of_blocks(like, blocks, [&](int64_t i) {
+    Tensor leaf;
+    // Of several parts the products are added in the dtype of the nodes
+    for (const auto& s : segments) {
+      if (s.block != blocks.first + i || s.length == 0) continue;
+      const Tensor term = multiply(s);
+      leaf =
+          leaf.defined() ? leaf.to(comm::node_dtype(leaf)) + term.to(comm::node_dtype(term)) : term;
+    }
+    if (!leaf.defined()) return at::zeros_symint({shape[0], shape.back()}, like.options());
+    return leaf;
+  });
+}
+
+std::vector<SymInt> with_last(const Tensor& x, const SymInt& n) {
+  auto shape = x.sym_sizes().vec();
+  shape.back() = n;
+  return shape;
+}
+
+// The ranks' tokens of x [tokens, .., n] as rows
+Split split_rows(const Tensor& x, Split tokens) {
+  for (int64_t d = 1; d < x.dim() - 1; ++d)
+    for (auto& n : tokens.sizes) n = n * x.sym_size(d);
+  return tokens;
+}
+
+void check_traced(const Tensor& x) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(x), "tp_ext: ", kName,
+                              " has no forward-mode derivative; use reverse mode");
+}
+
+struct BlockColumnLinear : Function<BlockColumnLinear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, const BlockCall& call) {
+    Saved::put(ctx, x, weight, bias.has_value(), call);
+    const Unrecorded guard(x);
+    return compute(x, weight, bias, call);
+  }
+
+  static Tensor compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        const BlockCall& call) {
+    const Tensor full =
+        call.sequence_parallel ? comm::all_gather(x, call.group, 0, call.tokens) : x;
+    const Tensor rows = as_rows(full);
+    const Tensor y =
+        by_segments(rows, {rows.size(0), weight.size(0)}, 1, segments_of(call.flat),
+                    [&](const Segment& s, Tensor out) {
+                      const Tensor w = weight.narrow(0, s.start, s.length).t();
+                      if (!bias.has_value()) return product(rows, w, std::move(out));
+                      const Tensor b = bias->narrow(0, s.start, s.length);
+                      return out.defined() ? at::addmm_out(out, b, rows, w) : at::addmm(b, rows, w);
+                    });
+    return y.view_symint(with_last(full, weight.sym_size(0)));
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(kName, grads);
+    const auto s = Saved::get(ctx);
+    const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
+    const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
+    const Unrecorded guard(grads[0]);
+    const Tensor& dy = grads[0];
+    const Tensor rows = as_rows(dy);
+    const auto segments = segments_of(s.flat);
+    std::optional<comm::Pending> x_full;
+    std::optional<comm::TreeSum::Pending> dx;
+    if (wants_w && s.sequence_parallel)
+      x_full.emplace(comm::all_gather_async(s.x, s.group, 0, s.tokens));
+    if (wants_x) {
+      auto tree = tree_of_products(
+          rows, {rows.sym_size(0), s.weight.sym_size(1)}, s, [&](const Segment& segment) {
+            return at::mm(columns(rows, segment),
+                          s.weight.narrow(0, segment.start, segment.length));
+          });
+      dx.emplace(s.sequence_parallel ? std::move(tree).reduce_scatter_async(
+                                           s.group, split_rows(dy, s.tokens), dy.scalar_type())
+                                     : std::move(tree).all_reduce_async(s.group, dy.scalar_type()));
+    }
+    // After issuing the exchange, which they overlap
+    const Tensor db = wants_b ? column_sums(rows, segments).to(dy.scalar_type()) : Tensor();
+    Tensor dw;
+    if (wants_w) {
+      const Tensor x = as_rows(x_full ? x_full->wait() : s.x);
+      dw = by_segments(rows, {rows.size(1), x.size(1)}, 0, segments,
+                       [&](const Segment& segment, Tensor out) {
+                         return product(columns(rows, segment).t(), x, std::move(out));
+                       });
+    }
+    Tensor grad;
+    if (dx) {
+      auto shape = with_last(dy, s.weight.sym_size(1));
+      if (s.sequence_parallel) shape[0] = s.tokens.sizes[comm::rank(s.group)];
+      grad = dx->wait().view_symint(shape);
+    }
+    return gradients({grad, dw, db});
+  }
+};
+
+struct BlockRowLinear : Function<BlockRowLinear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, const BlockCall& call) {
+    Saved::put(ctx, x, weight, bias.has_value(), call);
+    const Unrecorded guard(x);
+    return compute(x, weight, bias, call);
+  }
+
+  static Tensor compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        const BlockCall& call) {
+    const Tensor rows = as_rows(x);
+    auto tree = tree_of_products(
+        rows, {rows.sym_size(0), weight.sym_size(0)}, call,
+        [&](const Segment& s) { return at::mm(columns(rows, s), columns(weight, s).t()); });
+    auto shape = with_last(x, weight.sym_size(0));
+    if (call.sequence_parallel) shape[0] = call.tokens.sizes[comm::rank(call.group)];
+    const Tensor sum = call.sequence_parallel
+                           ? std::move(tree).reduce_scatter(call.group, split_rows(x, call.tokens),
+                                                            x.scalar_type())
+                           : std::move(tree).all_reduce(call.group, x.scalar_type());
+    const Tensor y = sum.view_symint(shape);
+    if (!bias.has_value()) return y;
+    return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward(kName, grads);
+    const auto s = Saved::get(ctx);
+    const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
+    const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
+    const Unrecorded guard(grads[0]);
+    const auto segments = segments_of(s.flat);
+    std::optional<comm::Pending> dy_full;
+    if (s.sequence_parallel && (wants_x || wants_w))
+      dy_full.emplace(comm::all_gather_async(grads[0], s.group, 0, s.tokens));
+    Tensor db;
+    if (wants_b) {
+      const Tensor& own = grads[0];
+      const auto blocks =
+          s.sequence_parallel ? own_blocks(s.number, s.group) : comm::Blocks{s.number, 0, s.number};
+      auto tree = token_sums(own, blocks, s.sequence_parallel ? s.tokens.total() : own.sym_size(0));
+      db = std::move(tree).all_reduce(s.sequence_parallel ? s.group : "", own.scalar_type());
+    }
+    const Tensor dy = dy_full ? dy_full->wait() : grads[0];
+    const Tensor rows = as_rows(dy);
+    Tensor dx, dw;
+    if (wants_x) {
+      const int64_t width = s.weight.size(1);
+      dx = by_segments(rows, {rows.size(0), width}, 1, segments,
+                       [&](const Segment& segment, Tensor out) {
+                         return product(rows, columns(s.weight, segment), std::move(out));
+                       })
+               .view_symint(with_last(dy, width));
+    }
+    if (wants_w) {
+      const Tensor x = as_rows(s.x), transposed = rows.t();
+      dw = by_segments(rows, {rows.size(1), x.size(1)}, 1, segments,
+                       [&](const Segment& segment, Tensor out) {
+                         return product(transposed, columns(x, segment), std::move(out));
+                       });
+    }
+    return gradients({dx, dw, db});
+  }
+};
+
+}  // namespace
+
+Tensor block_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                           const std::string& group, bool sequence_parallel, Sizes sizes,
+                           int64_t blocks, at::IntArrayRef segments) {
+  check_linear(x, weight, bias, std::nullopt, 1);
+  check_traced(x);
+  const int64_t p = comm::size(group);
+  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
+  if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
+  return BlockColumnLinear::apply(x, weight, bias, call);
+}
+
+Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        const std::string& group, bool sequence_parallel, int64_t blocks,
+                        at::IntArrayRef segments) {
+  check_linear(x, weight, bias, std::nullopt, 1, true);
+  check_traced(x);
+  const int64_t p = comm::size(group);
+  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
+  if (call.sequence_parallel) call.tokens = comm::block_split(tokens_of(x), blocks, p);
+  return BlockRowLinear::apply(x, weight, bias, call);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  impl_composite<block_column_linear>(m, "block_column_linear");
+  impl_composite<block_row_linear>(m, "block_row_linear");
+}
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  autocast_to_low_precision<block_column_linear, 0, 1, 2>(m, "block_column_linear");
+  autocast_to_low_precision<block_row_linear, 0, 1, 2>(m, "block_row_linear");
+}
+
+}  // namespace tp_ext

@@ -1,0 +1,146 @@
+// What layers of tp_ext.tp_invariant are composed of besides linears.
+//
+//   block_copies   y_b = x for each block b of this rank; dx = the tree over all blocks of dy_b. A
+//                  parameter that is used once per block of tokens, keys that are used once per
+//                  block of query heads.
+//   block_bmm      y_i = a_i b_i, each product on one thread
+//   block_softmax  of the last dim of each x_i, on one thread: the order of torch's backward depends
+//                  on the number of threads
+
+#include <ATen/ops/_safe_softmax.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "autograd/autocast.h"
+#include "autograd/blocks.h"
+#include "autograd/function.h"
+#include "check.h"
+#include "operators.h"
+
+namespace tp_ext {
+namespace {
+
+struct BlockCopies : Function<BlockCopies> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
+                               int64_t number) {
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["blocks"] = number;
+    const Unrecorded guard(x);
+    variable_list copies;
+    for (int64_t i = own_blocks(number, group).count; i > 0; --i) copies.push_back(x.view_as(x));
+    return copies;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("block_copies", grads);
+    const auto group = ctx->saved_data["group"].toStringRef();
+    comm::TreeSum tree(own_blocks(ctx->saved_data["blocks"].toInt(), group));
+    const auto defined =
+        std::find_if(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
+    TORCH_INTERNAL_ASSERT(defined != grads.end());
+    const Unrecorded guard(*defined);
+    for (const auto& grad : grads)  // a copy of what autograd may still use
+      tree.add(grad.defined() ? grad.clone() : at::zeros_like(*defined));
+    return gradients({std::move(tree).all_reduce(group, defined->scalar_type())});
+  }
+};
+
+Tensor products(const Tensor& a, const Tensor& b) {
+  const int64_t n = a.size(0);
+  if (comm::traced(a)) {
+    std::vector<Tensor> all;
+    for (int64_t i = 0; i < n; ++i) all.push_back(at::mm(a.select(0, i), b.select(0, i)));
+    return at::stack(all);
+  }
+  const Tensor y = at::empty({n, a.size(1), b.size(2)}, a.options());
+  for_each_block(a, n, [&](int64_t i) {
+    Tensor out = y.select(0, i);
+    at::mm_out(out, a.select(0, i), b.select(0, i));
+  });
+  return y;
+}
+
+struct BlockBmm : Function<BlockBmm> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    ctx->save_for_backward({a, b});
+    const Unrecorded guard(a);
+    return products(a, b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("block_bmm", grads);
+    const auto saved = ctx->get_saved_variables();
+    const Unrecorded guard(grads[0]);
+    const auto transposed = [](const Tensor& x) { return x.transpose(1, 2); };
+    return gradients(
+        {ctx->needs_input_grad(0) ? products(grads[0], transposed(saved[1])) : Tensor(),
+         ctx->needs_input_grad(1) ? products(transposed(saved[0]), grads[0]) : Tensor()});
+  }
+};
+
+// f(i) for each i, stacked
+template <typename F>
+Tensor each_of(const Tensor& x, const F& f) {
+  std::vector<Tensor> all(x.size(0));
+  for_each_block(x, x.size(0), [&](int64_t i) { all[i] = f(i); });
+  return all.empty() ? at::empty(x.sizes(), x.options()) : at::stack(all);
+}
+
+struct BlockSoftmax : Function<BlockSoftmax> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, bool blind) {
+    const Unrecorded guard(x);
+    const Tensor y = each_of(x, [&](int64_t i) {
+      const Tensor rows = x.select(0, i);
+      return blind ? at::_safe_softmax(rows, -1, std::nullopt) : at::_softmax(rows, -1, false);
+    });
+    ctx->save_for_backward({y});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("block_softmax", grads);
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& y = saved[0];
+    const Unrecorded guard(grads[0]);
+    return gradients({each_of(y, [&](int64_t i) {
+      return at::_softmax_backward_data(grads[0].select(0, i), y.select(0, i), -1, y.scalar_type());
+    })});
+  }
+};
+
+}  // namespace
+
+std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int64_t blocks) {
+  refuse_forward_mode("block_copies", x);
+  own_blocks(blocks, group);  // its check
+  return BlockCopies::apply(x, group, blocks);
+}
+
+Tensor block_bmm(const Tensor& a, const Tensor& b) {
+  refuse_forward_mode("block_bmm", a, b);
+  TORCH_CHECK_VALUE(
+      a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0) && a.size(2) == b.size(1), "b: shape ",
+      b.sizes(), " must be [n, k, columns] for a of shape ", a.sizes(), ", [n, rows, k]");
+  check_same_dtype(b, "b", a, "a");
+  return BlockBmm::apply(a, b);
+}
+
+Tensor block_softmax(const Tensor& x, bool blind) {
+  refuse_forward_mode("block_softmax", x);
+  check_floating(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 3, "x: shape ", x.sizes(), " must have 3 dims, [n, rows, columns]");
+  return BlockSoftmax::apply(x, blind);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  impl_composite<block_copies>(m, "block_copies");
+  impl_composite<block_bmm>(m, "block_bmm");
+  impl_composite<block_softmax>(m, "block_softmax");
+}
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) { autocast_to_low_precision<block_bmm, 0, 1>(m, "block_bmm"); }
+
+}  // namespace tp_ext

@@ -1,0 +1,141 @@
+#include "comm/tree_sum.h"
+
+#include <ATen/ops/stack.h>
+
+namespace tp_ext::comm {
+
+using at::Tensor;
+using c10::SymInt;
+
+Blocks blocks_of(int64_t number, int64_t rank, int64_t p) {
+  const int64_t base = number / p, rest = number % p;
+  return {number, rank * base + std::min(rank, rest), base + (rank < rest)};
+}
+
+SymInt block_start(const SymInt& n, int64_t b, int64_t number) {
+  return (n * b + (number - 1)) / number;
+}
+
+Split block_split(const SymInt& n, int64_t number, int64_t p) {
+  Split split;
+  for (int64_t rank = 0; rank < p; ++rank) {
+    const auto blocks = blocks_of(number, rank, p);
+    split.sizes.push_back(block_start(n, blocks.first + blocks.count, number) -
+                          block_start(n, blocks.first, number));
+  }
+  return split;
+}
+
+at::ScalarType node_dtype(const Tensor& leaf) {
+  return leaf.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void TreeSum::add(const Tensor& leaf) { push({0, next_++, leaf.to(node_dtype(leaf))}); }
+
+void TreeSum::push(Node node) {
+  for (;;) {
+    const bool has_left = !nodes_.empty() && nodes_.back().level == node.level &&
+                          nodes_.back().index == node.index - 1;
+    const bool last = ((node.index + 1) << node.level) >= blocks_.number;
+    if (node.index % 2 == 1 && has_left) {
+      Tensor left = nodes_.back().value;
+      nodes_.pop_back();
+      // A tensor that a dispatch mode has recorded must not be written
+      node.value = traced(left) ? left + node.value : left.add_(node.value);
+    } else if (node.index % 2 == 1 || !last || node.index == 0) {
+      break;  // its neighbour is on another rank, still to come, or this is the root
+    }
+    ++node.level;
+    node.index /= 2;
+  }
+  nodes_.push_back(std::move(node));
+}
+
+Tensor TreeSum::root() const {
+  TORCH_INTERNAL_ASSERT(nodes_.size() == 1 && next_ == blocks_.number, "tree_sum: ", nodes_.size(),
+                        " nodes after block ", next_, " of ", blocks_.number);
+  return nodes_[0].value;
+}
+
+Tensor TreeSum::stacked() const {
+  TORCH_INTERNAL_ASSERT(next_ == blocks_.first + blocks_.count);
+  if (nodes_.size() == 1) return nodes_[0].value.unsqueeze(0);
+  std::vector<Tensor> values;
+  for (const auto& node : nodes_) values.push_back(node.value);
+  return at::stack(values);
+}
+
+namespace {
+
+// Level and index of the nodes that are complete on a rank, as push leaves them
+std::vector<std::pair<int64_t, int64_t>> complete(const Blocks& blocks) {
+  std::vector<std::pair<int64_t, int64_t>> nodes;
+  for (int64_t b = blocks.first; b < blocks.first + blocks.count; ++b) {
+    int64_t level = 0, index = b;
+    for (;;) {
+      const bool has_left =
+          !nodes.empty() && nodes.back() == std::pair<int64_t, int64_t>(level, index - 1);
+      const bool last = ((index + 1) << level) >= blocks.number;
+      if (index % 2 == 1 && has_left)
+        nodes.pop_back();
+      else if (index % 2 == 1 || !last || index == 0)
+        break;
+      ++level, index /= 2;
+    }
+    nodes.emplace_back(level, index);
+  }
+  return nodes;
+}
+
+}  // namespace
+
+Split TreeSum::nodes_of_ranks(int64_t number, int64_t p) {
+  Split split;
+  for (int64_t rank = 0; rank < p; ++rank)
+    split.sizes.emplace_back(static_cast<int64_t>(complete(blocks_of(number, rank, p)).size()));
+  return split;
+}
+
+Tensor TreeSum::total(const Tensor& nodes, int64_t number, int64_t p, at::ScalarType dtype) {
+  TreeSum tree({number, 0, number});
+  int64_t i = 0;
+  for (int64_t rank = 0; rank < p; ++rank)
+    for (const auto& [level, index] : complete(blocks_of(number, rank, p)))
+      tree.push({level, index, nodes.select(0, i++)});
+  tree.next_ = number;
+  return tree.root().to(dtype);
+}
+
+TreeSum::Pending TreeSum::reduce_scatter_async(const std::string& group, const Split& split,
+                                               at::ScalarType dtype) && {
+  const int64_t number = blocks_.number, p = size(group);
+  if (p == 1)
+    return {comm::Pending(root(), nullptr), [dtype](const Tensor& sum) { return sum.to(dtype); }};
+  return {all_to_all_async(stacked(), group, 1, 0, split, nodes_of_ranks(number, p)),
+          [number, p, dtype](const Tensor& nodes) { return total(nodes, number, p, dtype); }};
+}
+
+TreeSum::Pending TreeSum::all_reduce_async(const std::string& group, at::ScalarType dtype) && {
+  const int64_t number = blocks_.number, p = size(group);
+  if (p == 1)
+    return {comm::Pending(root(), nullptr), [dtype](const Tensor& sum) { return sum.to(dtype); }};
+  const Tensor nodes = stacked();
+  const auto shape = nodes.sym_sizes().slice(1).vec();
+  const Tensor flat = nodes.reshape_symint({nodes.sym_size(0), -1});
+  const Split split = tensor_split(flat.sym_size(1), p);
+  return {all_to_all_async(flat, group, 1, 0, split, nodes_of_ranks(number, p)),
+          [number, p, dtype, group, split, shape](const Tensor& nodes) {
+            const Tensor slice = total(nodes, number, p, dtype);
+            return all_gather(slice, group, 0, split).view_symint(shape);
+          }};
+}
+
+Tensor TreeSum::all_reduce(const std::string& group, at::ScalarType dtype) && {
+  return std::move(*this).all_reduce_async(group, dtype).wait();
+}
+Tensor TreeSum::reduce_scatter(const std::string& group, const Split& split,
+                               at::ScalarType dtype) && {
+  return std::move(*this).reduce_scatter_async(group, split, dtype).wait();
+}
+
+}  // namespace tp_ext::comm

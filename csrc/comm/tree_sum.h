@@ -1,0 +1,80 @@
+// The sum over blocks as one binary tree, whatever the number of ranks [Note: one tree of blocks].
+//
+//   level 0   the results of the blocks, in their order
+//   level l   neighbours of level l - 1 are added; an odd last node moves up as it is
+//
+// Node i of level l is the sum of the blocks [i 2^l, (i + 1) 2^l). A rank holds consecutive blocks
+// and adds up what is complete there; then the ranks exchange nodes by an all-to-all, each
+// finishes the tree for its slice of the elements, and an all-gather, if all need the sum, ends it.
+// Nodes are added and sent in fp32 (fp64 for fp64); the root is rounded once.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/collectives.h"
+
+namespace tp_ext::comm {
+
+// The blocks of a rank: [first, first + count) of `number`, cut as torch.tensor_split
+struct Blocks {
+  int64_t number, first, count;
+};
+Blocks blocks_of(int64_t number, int64_t rank, int64_t p);
+
+// Where block b of n units begins: ceil(b n / number)
+c10::SymInt block_start(const c10::SymInt& n, int64_t b, int64_t number);
+
+// The lengths of the ranks' shards of n units
+Split block_split(const c10::SymInt& n, int64_t number, int64_t p);
+
+at::ScalarType node_dtype(const at::Tensor& leaf);
+
+class TreeSum {
+ public:
+  explicit TreeSum(const Blocks& blocks) : blocks_(blocks), next_(blocks.first) {}
+
+  // The result of the next block; takes ownership of `leaf`, which the caller has just allocated
+  void add(const at::Tensor& leaf);
+
+  // The sum over all blocks, on every rank or as this rank's slice of dim 0, in `dtype`
+  at::Tensor all_reduce(const std::string& group, at::ScalarType dtype) &&;
+  at::Tensor reduce_scatter(const std::string& group, const Split& split, at::ScalarType dtype) &&;
+
+  // The same without waiting for the exchange
+  class Pending {
+   public:
+    Pending(comm::Pending nodes, std::function<at::Tensor(const at::Tensor&)> finish)
+        : nodes_(std::move(nodes)), finish_(std::move(finish)) {}
+    at::Tensor wait() { return finish_(nodes_.wait()); }
+
+   private:
+    comm::Pending nodes_;
+    std::function<at::Tensor(const at::Tensor&)> finish_;
+  };
+  Pending all_reduce_async(const std::string& group, at::ScalarType dtype) &&;
+  Pending reduce_scatter_async(const std::string& group, const Split& split,
+                               at::ScalarType dtype) &&;
+
+ private:
+  struct Node {
+    int64_t level, index;
+    at::Tensor value;
+  };
+  void push(Node node);
+  at::Tensor root() const;
+  // All complete nodes of this rank, stacked; and the sum from those of all ranks
+  at::Tensor stacked() const;
+  static at::Tensor total(const at::Tensor& nodes, int64_t number, int64_t p, at::ScalarType dtype);
+  static Split nodes_of_ranks(int64_t number, int64_t p);
+
+  Blocks blocks_;
+  int64_t next_;
+  std::vector<Node> nodes_;
+};
+
+}  // namespace tp_ext::comm

@@ -1,0 +1,86 @@
+"""A small language model of all layers that tp_invariant supports, and its training on simulated ranks."""
+
+import torch
+from torch import nn
+
+import tp_ext
+
+SIZES = {"vocab": 101, "hidden": 48, "heads": 8, "kv_heads": 2, "ffn": 100, "head_dim": 16}
+
+
+class Block(nn.Module):
+    def __init__(self, group, sequence_parallel=False, dropout=0.1, kv_heads=2, activation="swiglu", **attention):
+        super().__init__()
+        hidden, where = SIZES["hidden"], {"group": group, "sequence_parallel": sequence_parallel}
+        self.norm1 = tp_ext.LayerNorm(hidden, **where)
+        self.norm2 = tp_ext.RMSNorm(hidden, **where)
+        self.attention = tp_ext.ParallelAttention(
+            hidden, SIZES["heads"], num_kv_heads=kv_heads, head_dim=SIZES["head_dim"], dropout=dropout,
+            **where, **({"rope": 1e4, "qk_norm": True} | attention),
+        )  # fmt: skip
+        self.mlp = tp_ext.ParallelMLP(hidden, SIZES["ffn"], activation=activation, **where)
+        self.dropout = tp_ext.Dropout(dropout, **where)
+
+    def forward(self, x, batch, tokens):
+        x = self.dropout(self.attention(self.norm1(x), batch_size=batch, total_tokens=tokens), x, tokens)
+        y, total = self.norm2(x, x)
+        return self.dropout(self.mlp(y, tokens), total, tokens)
+
+
+class Model(nn.Module):
+    def __init__(self, group, sequence_parallel=False, layers=2, **options):
+        super().__init__()
+        where = {"group": group, "sequence_parallel": sequence_parallel}
+        sizes = SIZES["vocab"], SIZES["hidden"]
+        self.embedding = tp_ext.VocabParallelEmbedding(*sizes, padding_idx=3, **where)
+        self.blocks = nn.ModuleList(Block(group, sequence_parallel, **options) for _ in range(layers))
+        self.norm = tp_ext.LayerNorm(SIZES["hidden"], **where)
+        self.head = tp_ext.VocabParallelLMHead(*sizes[::-1], bias=True, **where)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, target, **loss):
+        (batch, _), tokens = ids.shape, ids.numel()
+        x = self.embedding(ids.flatten())
+        for block in self.blocks:
+            x = block(x, batch, tokens)
+        return self.head.loss(self.norm(x), target.flatten(), tokens, **loss)
+
+
+def batches(count, seq=13):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield [torch.randint(SIZES["vocab"], (2, seq), generator=generator) for _ in range(2)]
+
+
+def trained(
+    group, steps=2, blocks=8, dtype=torch.float32, autocast=False, threads=1, muon=False, seq=13, loss=None, **options
+):
+    """Loss and gradient norm of each step in hex, and the digest of model and optimizer."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    with tp_ext.tp_invariant(blocks) if blocks else tp_ext.invariance.using_blocks(None):
+        model = Model(group, **options).to(dtype)
+    if muon:
+        matrices, others = tp_ext.optim.split_parameters(model)
+        optimizer = tp_ext.optim.Muon(matrices, adamw_params=others, model=model, ns_dtype=torch.float32)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    numbers = []
+    for ids, target in batches(steps, seq):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = model(ids, target, **(loss or {}))
+        value.backward()
+        norm = tp_ext.clip_grad_norm_(model, 0.5)
+        numbers += [value.item().hex(), norm.item().hex()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, tp_ext.debug.sha256(model, optimizer)
+
+
+def simulated(p, *args, **options):
+    """``trained`` on p simulated ranks; p = 1 is one process without a group."""
+    if p == 1:
+        return trained(None, *args, **options)
+    results = tp_ext.debug.simulate(lambda rank, group: trained(group, *args, **options), p)
+    assert all(result == results[0] for result in results)
+    return results[0]

@@ -1,0 +1,65 @@
+"""The norm of the gradient of a model built in :func:`tp_ext.tp_invariant`."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tp_ext import _ops
+from tp_ext.model.model_groups import ModelGroups
+from tp_ext.sharding import Layout
+
+# A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
+# layer's. There may be thousands: hence plain tuples, and loops without calls.
+GradientRow = tuple[Tensor, Layout, list[Tensor]]
+
+
+# [Note: one tree of blocks]
+def norm_in_blocks(
+    table: Sequence[GradientRow],
+    groups: ModelGroups,
+    skipped: set[int],
+    blocks: int,
+    axes: Iterable[str],
+    extra_axes: Iterable[str],
+) -> Tensor:
+    """Returns the fp64 norm of order 2: squares are summed for each parameter and block, and these sums in one order,
+    whatever the number of ranks.
+
+    Args:
+        table: the parameters, the same on all ranks. groups: of the model. skipped: ids of parameters not to count.
+        blocks: of the model. axes: the groups of its layouts. extra_axes: groups of ranks with other parameters.
+
+    Communicates: one all-reduce of ``8 blocks`` bytes per parameter over each axis.
+    """
+    leaves = torch.zeros(len(table), blocks, dtype=torch.float64, device=table[0][0].device)
+
+    def square(part: Tensor) -> Tensor:
+        return _ops.multi_tensor_squared_norm([part.contiguous()])
+
+    for row, (param, layout, terms) in zip(leaves, table, strict=True):
+        if isinstance(param, DTensor):
+            raise ValueError("parameters_or_module: FSDP2 must not shard a model built in tp_invariant")
+        if not terms or id(param) in skipped:
+            continue
+        grad = sum(terms[1:], terms[0])
+        if not layout:
+            if groups.first:
+                row[0] = square(grad)
+        elif groups.counts(layout, grad):
+            sharding, (_, p, rank) = layout[0]
+            if len(layout) > 1 or not sharding.blocks:
+                row[0] = sum(map(square, layout.owned(grad)), row[0])
+                continue
+            flat = iter(sharding.segments(rank, p))
+            for block, start, length in zip(flat, flat, flat, strict=True):
+                if block >= 0 and length:
+                    row[block] += square(grad.narrow(sharding.dim, start, length))
+    # Each number is not zero on one rank at most: the order of these sums does not matter
+    for axis in axes:
+        leaves = _ops.reduce_from_region(leaves, axis)
+    total = _ops.column_sums(leaves.reshape(-1, 1), [1])[0]
+    for axis in extra_axes:
+        total = _ops.reduce_from_region(total, axis)
+    return total.sqrt()
