@@ -137,7 +137,8 @@ def test_a_batch_sharded_and_put_together_again(p):
         ranks.run(_round_trips, p, (), {"batch": batch, "seq": seq}, shapes)
 
 
-def _bytes(group):
+@ranks.on_all(2)
+def test_communicates_one_gather(group):
     from tp_ext.debug import count_collectives
 
     layout = ContextLayout([5, 3], group=group)
@@ -150,10 +151,6 @@ def _bytes(group):
     with count_collectives() as counts:
         x.sum().backward()
     assert counts.by_kind() == {"all_gather": 1}
-
-
-def test_communicates_one_gather():
-    ranks.run(_bytes, 2)
 
 
 @pytest.mark.parametrize(

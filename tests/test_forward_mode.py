@@ -140,7 +140,9 @@ def _layer(group, kind, sp):
     return plain, ours, weights, x, 1, 0 if sp else None
 
 
-def _layers(group):
+@P
+@ranks.on_all()
+def test_layers_against_the_unsharded_module(group):
     for kind, sp in [(k, s) for k in ("column", "row", "embedding") for s in (False, True)]:
         plain, ours, weights, x, sharded_in, sharded_out = _layer(group, kind, sp)
         options = {}
@@ -186,12 +188,8 @@ def _layers(group):
                 torch.testing.assert_close(grad, shard(full[name].grad, dims[name]))
 
 
-@P
-def test_layers_against_the_unsharded_module(p):
-    ranks.run(_layers, p)
-
-
-def _main_grad(group):
+@ranks.on_all(2)
+def test_main_grad_gets_the_gradients_of_value_and_tangent(group):
     """The gradients of value and tangent go to main_grad."""
     layer = tp_ext.ColumnParallelLinear(4, 6, group=group, grad_accumulation_fusion=True, dtype=torch.float64)
     layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -204,11 +202,8 @@ def _main_grad(group):
     torch.testing.assert_close(layer.weight.main_grad, want)
 
 
-def test_main_grad_gets_the_gradients_of_value_and_tangent():
-    ranks.run(_main_grad, 2)
-
-
-def _dropout_and_rope(group):
+@ranks.on_all(2)
+def test_dropout_and_rotary_embedding_are_linear(group):
     x = torch.randn(4, 2, 8, dtype=torch.float64)
     v = torch.randn_like(x)
     for make in (
@@ -228,10 +223,6 @@ def _dropout_and_rope(group):
         for y, tangent in results[:-1]:
             assert torch.equal(y, results[-1][0])
             torch.testing.assert_close(tangent, results[-1][1])
-
-
-def test_dropout_and_rotary_embedding_are_linear():
-    ranks.run(_dropout_and_rope, 2)
 
 
 # Refusals
@@ -304,7 +295,8 @@ def test_a_fused_backward_refuses_a_tangent():
     ranks.run_raises(_refused_in_backward, 2, NotImplementedError, message)
 
 
-def _tangent_from_above(group):
+@ranks.on_all(2)
+def test_a_linears_backward_passes_a_tangent_on(group):
     """dy alone has a tangent: the backward of a linear, recorded without one, passes it on."""
     for layer in (
         tp_ext.ColumnParallelLinear(4, 6, group=group, dtype=torch.float64),
@@ -321,11 +313,8 @@ def _tangent_from_above(group):
                 torch.testing.assert_close(forward_ad.unpack_dual(a).tangent, b)
 
 
-def test_a_linears_backward_passes_a_tangent_on():
-    ranks.run(_tangent_from_above, 2)
-
-
-def _constant(group):
+@ranks.on_all(2)
+def test_levels_without_derivatives_are_computed_as_usual(group):
     """A norm of constants, which jvp does not differentiate, is computed as ever, and recorded for backward."""
     norm = tp_ext.RMSNorm(4, dtype=torch.float64)
     x = torch.randn(3, 4, dtype=torch.float64)
@@ -339,10 +328,6 @@ def _constant(group):
     (got,) = torch.autograd.grad(tangent.sum(), norm.weight)
     (want,) = torch.autograd.grad(norm(x).sum(), norm.weight)
     torch.testing.assert_close(got, want)
-
-
-def test_levels_without_derivatives_are_computed_as_usual():
-    ranks.run(_constant, 2)
 
 
 def _batched(group, todo):

@@ -88,7 +88,8 @@ def _calls(model, **options):
     }
 
 
-def _refused(group):
+@ranks.on_all(2)
+def test_wrong_meshes_are_refused_by_every_function(group):
     mesh = tp_ext.init_mesh("cpu", tp=2)
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     model = tp_ext.ColumnParallelLinear(4, 6, group=mesh["tp"])
@@ -112,10 +113,6 @@ def _refused(group):
         tp_ext.grad_norm(model, mesh=mesh, extra_groups=mesh["pp"])
     with pytest.raises(TypeError, match=r"module: \[3\] must be a module, or a list of the stages"):
         tp_ext.full_state_dict([3], mesh=mesh)
-
-
-def test_wrong_meshes_are_refused_by_every_function():
-    ranks.run(_refused, 2)
 
 
 def _replicas(group, drifted):

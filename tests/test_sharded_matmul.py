@@ -85,7 +85,8 @@ def test_values_and_gradients_are_those_of_the_full_matrices(x, y, shape, batch,
     ranks.run(_like_dense, x * y, x, y, shape, batch, algorithm)
 
 
-def _chained(group):
+@ranks.on_all(4)
+def test_products_follow_one_another_and_run_in_a_map(group):
     """(a b) b^T b and its gradients: each product is sharded as the operands of the next."""
     mesh = _mesh(2, 2)
     full, (a, b) = _operands(mesh, (4, 6, 6))
@@ -103,10 +104,6 @@ def _chained(group):
     found = mapped(*full)
     assert_close(found, want, **CLOSE)
     assert_close(torch.autograd.grad(found.sin().sum(), full), wants, **CLOSE)
-
-
-def test_products_follow_one_another_and_run_in_a_map():
-    ranks.run(_chained, 4)
 
 
 def _traffic(group, algorithm):
@@ -163,7 +160,9 @@ def test_shards_alone_are_saved_and_summa_holds_few_panels():
         assert saved and forward <= c + 3 * panel and backward <= 4 * panel
 
 
-def _compiled(group, algorithm):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@ranks.on_all(4)
+def test_compiles_whole(group, algorithm):
     mesh = _mesh(2, 2)
     _, shards = _operands(mesh, UNEVEN)
 
@@ -175,12 +174,8 @@ def _compiled(group, algorithm):
     assert_close(torch.autograd.grad(compiled(*shards), shards), want, **CLOSE)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_compiles_whole(algorithm):
-    ranks.run(_compiled, 4, algorithm)
-
-
-def _forward_mode(group, algorithm):
+@ranks.on_all(2, algorithm="summa")
+def test_forward_mode(group, algorithm):
     mesh = _mesh(1, 2)
     full, (a, b) = _operands(mesh, EVEN)
     tangents = [torch.randn_like(x) for x in full]
@@ -191,11 +186,8 @@ def _forward_mode(group, algorithm):
     assert_close(found, tuple(_shard(t, mesh).detach() for t in want), **CLOSE)
 
 
-def test_forward_mode():
-    ranks.run(_forward_mode, 2, "summa")
-
-
-def _dtypes(group):
+@ranks.on_all(2)
+def test_dtypes_autocast_and_one_gradient(group):
     mesh = _mesh(2, 1)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):
         full, (a, b) = _operands(mesh, EVEN, dtype=dtype)
@@ -209,10 +201,6 @@ def _dtypes(group):
         c = tp_ext.matmul_2d(a, b, mesh["x"], mesh["y"])
     c.sum().backward()
     assert c.dtype == torch.bfloat16 and a.grad.dtype == torch.float32
-
-
-def test_dtypes_autocast_and_one_gradient():
-    ranks.run(_dtypes, 2)
 
 
 def _chosen(group, limit):

@@ -150,7 +150,12 @@ def _generates(group: Any) -> None:
         assert torch.equal(one.generate(start, 7), dense.generate(start, 7))  # other batches and lengths
 
 
-def _changed_sizes(group: Any) -> None:
+def test_changed_sizes_hold_in_copies_and_for_other_lengths() -> None:
+    run(_generates, 2)
+
+
+@ranks.on_all(2)  # it changes a class
+def test_changed_sizes_hold_under_checkpoints_and_compilation(group: Any) -> None:
     torch.manual_seed(0)
     model = nanogpt.GPT().double().eval()
     dense = copy.deepcopy(model)
@@ -185,14 +190,6 @@ def _changed_sizes(group: Any) -> None:
     finally:
         type(block.attn).forward = original
     torch.testing.assert_close(compiled(x), block(x))
-
-
-def test_changed_sizes_hold_in_copies_and_for_other_lengths() -> None:
-    run(_generates, 2)
-
-
-def test_changed_sizes_hold_under_checkpoints_and_compilation() -> None:
-    ranks.run(_changed_sizes, 2)  # it changes a class
 
 
 class Recurrent(nn.Module):

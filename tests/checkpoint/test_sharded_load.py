@@ -189,13 +189,10 @@ def test_other_modules_are_named(tmp_path):
         tp_ext.load_checkpoint(tmp_path / "nowhere", nn.Linear(2, 2))
 
 
-def _fail_everywhere(group):
+@ranks.on_all(3)
+def test_of_the_errors_of_several_ranks_all_raise_the_first(group):
     def fail():
         raise ValueError(f"of rank {group.rank()}")
 
     with pytest.raises(ValueError, match="of rank 0"):
         call_on_all_ranks(group, fail)
-
-
-def test_of_the_errors_of_several_ranks_all_raise_the_first():
-    ranks.run(_fail_everywhere, 3)

@@ -27,7 +27,9 @@ def test_case_13_strided_input_and_stride_0_gradient(case, p):
     ranks.run(case, p, odd=True)
 
 
-def _case_14(group):
+@every_p
+@ranks.on_all()
+def test_case_14_aliasing(group):
     r, p = group.rank(), group.size()
     x = ramp(2, 3).requires_grad_()
     y = copy_to_region(x, group) + x
@@ -38,11 +40,8 @@ def _case_14(group):
 
 
 @every_p
-def test_case_14_aliasing(p):
-    ranks.run(_case_14, p)
-
-
-def _case_15(group):
+@ranks.on_all()
+def test_case_15_double_backward(group):
     r, s = group.rank(), group.size() * (group.size() + 1) / 2
     x = ramp(2, 3).double().requires_grad_()
     v = (r + 1) * (copy_to_region(x, group) ** 3).sum()
@@ -52,11 +51,9 @@ def _case_15(group):
 
 
 @every_p
-def test_case_15_double_backward(p):
-    ranks.run(_case_15, p)
-
-
-def _case_16(group):
+@ranks.on_all()
+def test_case_16_uneven_shards(group):
+    """In place of a refusal. Layers with features that p does not divide: cases 19 to 26."""
     # A length that p does not divide is cut as torch.tensor_split does, or as sizes= says.
     r, p = group.rank(), group.size()
     n = 2 * p + 1 if p > 1 else 3
@@ -78,12 +75,6 @@ def _case_16(group):
     x = columns.clone().requires_grad_()
     y = all_to_all_region(x, group, split_dim=0, concat_dim=1)
     check(y, x, wide.tensor_split(p)[r], wide.tensor_split(p)[r], columns)
-
-
-@every_p
-def test_case_16_uneven_shards(p):
-    """In place of a refusal. Layers with features that p does not divide: cases 19 to 26."""
-    ranks.run(_case_16, p)
 
 
 def _uneven(group, what):
@@ -112,7 +103,9 @@ def test_case_16_sizes_that_cannot_be_sharded_are_refused_alike(p, what, match):
     ranks.run_raises(_uneven, p, ValueError, match.format(p - 1, p), what)
 
 
-def _case_17(group):
+@pytest.mark.parametrize("p", [2, 3, 4])
+@ranks.on_all()
+def test_case_17_two_groups_do_not_hear_each_other(group):
     r, p = group.rank(), group.size()
     halves = [half.tolist() for half in torch.arange(p).tensor_split(2)]
     groups = [dist.new_group(half) for half in halves]
@@ -125,12 +118,11 @@ def _case_17(group):
     check(copy_to_region(x, own), x, x.detach(), x.detach(), total)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
-def test_case_17_two_groups_do_not_hear_each_other(p):
-    ranks.run(_case_17, p)
-
-
-def _case_18(group, dtype, shape):
+@every_p
+@pytest.mark.parametrize("shape", [(0, 3), (5,), (2, 1, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@ranks.on_all()
+def test_case_18_shapes_and_dtypes(group, dtype, shape):
     r, p = group.rank(), group.size()
     x = (torch.randint(-2, 3, shape) + r).to(dtype).requires_grad_()
     everyone = [(x.detach().double() - r + k).to(dtype) for k in range(p)]
@@ -147,10 +139,3 @@ def _case_18(group, dtype, shape):
     check(reduce_scatter_region(x, group), x, own, p * own, full)
     check(scatter_to_region(x, group, dim=0), x, own, own, full)
     check(all_to_all_region(x, group, 0, 0), x, torch.cat([own] * p), torch.cat([own] * p), full)
-
-
-@every_p
-@pytest.mark.parametrize("shape", [(0, 3), (5,), (2, 1, 3, 2, 2)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_case_18_shapes_and_dtypes(dtype, shape, p):
-    ranks.run(_case_18, p, dtype, shape)

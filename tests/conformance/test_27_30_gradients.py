@@ -45,7 +45,11 @@ def test_case_27_gradients_add_up_in_main_grad(kind, sp, p):
             assert torch.equal(y, slices(full, p, -1)[rank] if column else slices(full, p, 0)[rank] if sp else full)
 
 
-def _frozen(group, kind, sp):
+@EVERY
+@SP
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@ranks.on_all()
+def test_case_28_frozen_weight_saves_no_input(group, kind, sp):
     p, rank, column = group.size(), group.rank(), kind is ColumnParallelLinear
     dense = nn.Linear(8, 8)
     nn.init.ones_(dense.weight)
@@ -70,13 +74,6 @@ def _frozen(group, kind, sp):
         layer(x.detach(), 8).sum().backward()
     assert {t.untyped_storage().data_ptr() for t in saved} == {x.untyped_storage().data_ptr()}
     assert layer.weight.grad is not None
-
-
-@EVERY
-@SP
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_case_28_frozen_weight_saves_no_input(kind, sp, p):
-    ranks.run(_frozen, p, kind, sp)
 
 
 def _tied(group, dense, x):
@@ -136,7 +133,11 @@ def test_case_29_a_weight_of_another_shape_is_refused(kind, p):
     ranks.run_raises(_wrong_weight, p, ValueError, match, kind)
 
 
-def _twice(group, kind, sp):
+@EVERY
+@SP
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@ranks.on_all()
+def test_case_30_backward_twice_doubles_the_gradients(group, kind, sp):
     layer = kind(8, 8, group=group, sequence_parallel=sp)
     rows = torch.randn(4, 8)
     x = rows if kind is ColumnParallelLinear else rows.tensor_split(group.size(), -1)[group.rank()].contiguous()
@@ -154,12 +155,8 @@ def _twice(group, kind, sp):
 
 @EVERY
 @SP
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_case_30_backward_twice_doubles_the_gradients(kind, sp, p):
-    ranks.run(_twice, p, kind, sp)
-
-
-def _model_twice(group, sp):
+@ranks.on_all()
+def test_case_30_backward_twice_through_every_layer(group, sp):
     ids, target = batches(1)[0]
     model = make(group, sequence_parallel=sp)
     loss = model.loss(ids, target)
@@ -168,12 +165,6 @@ def _model_twice(group, sp):
     loss.backward()
     for name, param in model.named_parameters():
         assert once[name].any() and torch.equal(param.grad, 2 * once[name]), name
-
-
-@EVERY
-@SP
-def test_case_30_backward_twice_through_every_layer(sp, p):
-    ranks.run(_model_twice, p, sp)
 
 
 def _loss_twice(group, full, target):

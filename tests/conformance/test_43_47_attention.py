@@ -190,7 +190,12 @@ def test_case_46_masks_are_equal_where_replicated_and_differ_where_sharded(p):
     assert torch.equal(torch.cat([rows for *_, rows, _ in results]), alone[3])
 
 
-def _recomputed(group, sp, nested):
+@pytest.mark.thinned(1)
+@EVERY
+@SP
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+@ranks.on_all()
+def test_case_46_recomputing_gives_the_same_mask(group, sp, nested):
     torch.manual_seed(9)
     layer = Dropout(P, group=group, sequence_parallel=sp)
     x = own_tokens(torch.ones(9, 4), group) if sp else torch.ones(9, 4)
@@ -218,12 +223,8 @@ def _recomputed(group, sp, nested):
 @pytest.mark.thinned(1)
 @EVERY
 @SP
-@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
-def test_case_46_recomputing_gives_the_same_mask(nested, sp, p):
-    ranks.run(_recomputed, p, sp, nested)
-
-
-def _forked(group, sp):
+@ranks.on_all()
+def test_case_46_nested_forks_of_the_generator(group, sp):
     torch.manual_seed(9)
     layer, x, masks = Dropout(P, group=group, sequence_parallel=sp), torch.ones(8, 4), []
     with torch.random.fork_rng([]):
@@ -234,13 +235,6 @@ def _forked(group, sp):
         masks.append(layer(x))
     masks.append(layer(x))
     assert all(torch.equal(masks[i], masks[0]) for i in (1, 3)) and not torch.equal(masks[2], masks[0])
-
-
-@pytest.mark.thinned(1)
-@EVERY
-@SP
-def test_case_46_nested_forks_of_the_generator(sp, p):
-    ranks.run(_forked, p, sp)
 
 
 # RoPE

@@ -31,7 +31,13 @@ def _late(model, seed):
             module.register_full_backward_pre_hook(sleep)
 
 
-def _repeated(group, sp):
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@SP
+@ranks.on_all()
+def test_case_48_delays_change_no_bit(group, sp):
+    """Losses, gradients and parameters of two steps, with the overlap of the column layers' backward and the fused
+    cross-entropy, which are always on."""
     runs = []
     for attempt in range(3):  # the first in step, the others each with delays of their own
         model = make(group, sequence_parallel=sp)
@@ -48,15 +54,6 @@ def _repeated(group, sp):
         runs.append(bits + [param.detach() for param in model.parameters()])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-
-
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@SP
-def test_case_48_delays_change_no_bit(sp, p):
-    """Losses, gradients and parameters of two steps, with the overlap of the column layers' backward and the fused
-    cross-entropy, which are always on."""
-    ranks.run(_repeated, p, sp)
 
 
 def _trained(group, sp):

@@ -56,14 +56,11 @@ def test_case_51_block_compiles_to_one_graph(sp, p):
     ranks.run(_compiled, p, sp, "aot_eager", timeout=120)
 
 
-def _inductor(group):
+@pytest.mark.exhaustive  # tests/training/test_compile.py::test_inductor compiles a like block
+@ranks.on_all(2, timeout=300)
+def test_case_51_block_compiles_with_inductor(group):
     with inductor.patch(fallback_random=True):  # seeds as eager draws them
         _compiled(group, True, "inductor")
-
-
-@pytest.mark.exhaustive  # tests/training/test_compile.py::test_inductor compiles a like block
-def test_case_51_block_compiles_with_inductor():
-    ranks.run(_inductor, 2, timeout=300)
 
 
 def _inductor_masks(group):
@@ -85,19 +82,16 @@ def test_case_51_masks_of_inductor_are_the_same_for_every_p():
     assert all(torch.equal(replicated, whole) for _, replicated in results)
 
 
-def _explained(group, sp):
-    torch._dynamo.reset()
-    model = _Loss(make(group, num_layers=1, sequence_parallel=sp))
-    explained = torch._dynamo.explain(model)(*batches(1)[0])
-    assert explained.graph_break_count == 0 and explained.graph_count == 1, explained.break_reasons
-
-
 @pytest.mark.thinned(1)
 @pytest.mark.core
 @EVERY
 @SP
-def test_case_51_model_and_loss_have_no_graph_break(sp, p):
-    ranks.run(_explained, p, sp, timeout=120)
+@ranks.on_all(timeout=120)
+def test_case_51_model_and_loss_have_no_graph_break(group, sp):
+    torch._dynamo.reset()
+    model = _Loss(make(group, num_layers=1, sequence_parallel=sp))
+    explained = torch._dynamo.explain(model)(*batches(1)[0])
+    assert explained.graph_break_count == 0 and explained.graph_count == 1, explained.break_reasons
 
 
 # Recorded steps
@@ -112,7 +106,14 @@ class _Loss(nn.Module):
         return self.model.loss(ids, target)
 
 
-def _traced(group, sp):
+@pytest.mark.thinned(1)
+@pytest.mark.core
+@EVERY
+@SP
+@ranks.on_all(timeout=120)
+def test_case_51_a_recorded_step_runs_on_other_data(group, sp):
+    """Forward, loss and backward as a list of operators: the counterpart of the CUDA graph on a machine without GPU.
+    A value read on the host would have been recorded as a constant."""
     model = _Loss(make(group, num_layers=1, sequence_parallel=sp)).double()
     params = dict(model.named_parameters())
 
@@ -128,16 +129,6 @@ def _traced(group, sp):
             torch.manual_seed(seed)
             results.append(run(*second, *params.values()))
         torch.testing.assert_close(*results, **CLOSE)
-
-
-@pytest.mark.thinned(1)
-@pytest.mark.core
-@EVERY
-@SP
-def test_case_51_a_recorded_step_runs_on_other_data(sp, p):
-    """Forward, loss and backward as a list of operators: the counterpart of the CUDA graph on a machine without GPU.
-    A value read on the host would have been recorded as a constant."""
-    ranks.run(_traced, p, sp, timeout=120)
 
 
 @pytest.mark.cuda

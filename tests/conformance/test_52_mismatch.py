@@ -173,7 +173,9 @@ def test_case_52_a_rank_that_stays_away_is_named(p):
 # What does not differ
 
 
-def _regions(group):
+@pytest.mark.parametrize("p", [3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
+@ranks.on_all(timeout=2 * SECONDS)
+def test_case_52_regions_are_not_disturbed(group):
     with _checked() as checked:
         for case in cases(group.size()):
             x = case.inputs(group.size())[group.rank()].requires_grad_()
@@ -182,11 +184,6 @@ def _regions(group):
                 y = case(x, g)
                 results.append((y, *torch.autograd.grad(y.sin().sum(), x)))
             assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), str(case)
-
-
-@pytest.mark.parametrize("p", [3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
-def test_case_52_regions_are_not_disturbed(p):
-    ranks.run(_regions, p, timeout=2 * SECONDS)
 
 
 def _step(group, sp):
@@ -230,15 +227,12 @@ def _layers(group, sp):
     return [y, loss, dx, x.grad, column.weight.main_grad, first, *(g for g in second if g is not None)]
 
 
-def _undisturbed(group, work, sp):
-    with _checked() as checked:
-        for got, want in zip(work(checked, sp), work(group, sp), strict=True):
-            assert torch.equal(got, want)
-
-
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [2, 3, 4])
 @SP
 @pytest.mark.parametrize("work", [_step, _layers])
-def test_case_52_layers_states_and_checks_are_not_disturbed(work, sp, p):
-    ranks.run(_undisturbed, p, work, sp, timeout=2 * SECONDS)
+@ranks.on_all(timeout=2 * SECONDS)
+def test_case_52_layers_states_and_checks_are_not_disturbed(group, work, sp):
+    with _checked() as checked:
+        for got, want in zip(work(checked, sp), work(group, sp), strict=True):
+            assert torch.equal(got, want)

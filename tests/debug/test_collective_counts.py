@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
 from tests.helpers.paths import CSRC
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tp_ext.debug import count_collectives
 
 EVERY_P = pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -86,7 +86,10 @@ def _calls(p, rank):
     return result
 
 
-def _each(group):
+@pytest.mark.core
+@EVERY_P
+@on_all()
+def test_every_call_of_torch_distributed(group):
     for name, (call, kind, payload, wire) in _calls(group.size(), group.rank()).items():
         with count_collectives() as counts:
             call()
@@ -96,13 +99,9 @@ def _each(group):
         assert row.wire_bytes == counts.wire_bytes == float(wire), name
 
 
-@pytest.mark.core
-@EVERY_P
-def test_every_call_of_torch_distributed(p):
-    run(_each, p)
-
-
-def _messages(group):
+@pytest.mark.parametrize("p", [2, 3])
+@on_all()
+def test_messages(group):
     p, rank = group.size(), group.rank()
     with count_collectives() as counts:
         ops = [
@@ -119,11 +118,6 @@ def _messages(group):
         elif rank == 1:
             dist.send(torch.ones(3), 0)
     assert found(counts) == {0: {("recv", 12): 1}, 1: {("send", 12): 1}}.get(rank, {})
-
-
-@pytest.mark.parametrize("p", [2, 3])
-def test_messages(p):
-    run(_messages, p)
 
 
 def _coalesced(group):
@@ -243,7 +237,8 @@ def test_blocks_nest_and_threads_count():
     assert nothing == {}
 
 
-def _gone(group):
+@on_all(2)
+def test_a_group_that_is_gone(group):
     passing = dist.new_group([0, 1])
     with count_collectives() as counts:
         dist.all_reduce(torch.ones(3), group=passing)
@@ -251,10 +246,6 @@ def _gone(group):
     (row,) = counts.rows
     assert (row.ranks, row.size, row.wire_bytes) == ((), 2, 12)
     assert "2 ranks" in str(counts)
-
-
-def test_a_group_that_is_gone():
-    run(_gone, 2)
 
 
 def test_select_refuses_unknown_names():

@@ -27,7 +27,8 @@ def _over(mesh, function, in_specs=X, out_specs=X, **options):
     return tp_ext.spmd(mesh, in_specs=in_specs, out_specs=out_specs, **options)(function)
 
 
-def _operators(group):
+@ranks.on_all(1, timeout=300)
+def test_operators(group):
     """Eager and compiled, as of plain tensors."""
     mesh = _mesh(1)
     for bits, x in (False, torch.tensor([1.0, 2.0, 3.5, 4.0])), (True, torch.tensor([1, 2, 3, 4])):
@@ -40,10 +41,6 @@ def _operators(group):
         for found in mapped(x), torch.compile(mapped, fullgraph=True, backend="eager")(x):
             for name, one in zip(functions, found, strict=True):
                 torch.testing.assert_close(one, functions[name](x), msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_operators():
-    ranks.run(_operators, 1, timeout=300)
 
 
 def _writes(group):
@@ -139,7 +136,9 @@ def test_all_in_place_and_out_operators_of_torch_are_refused():
         assert seen > 250
 
 
-def _uneven(group):
+@pytest.mark.parametrize("p", [2, 3])
+@ranks.on_all()
+def test_results_of_uneven_shards(group):
     p, x = group.size(), torch.arange(20.0, dtype=torch.float64).view(10, 2).requires_grad_()
     mesh = _mesh(p)
     for name, case in UNEVEN.items():
@@ -155,12 +154,8 @@ def _uneven(group):
             torch.testing.assert_close(*grads, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
 
 
-@pytest.mark.parametrize("p", [2, 3])
-def test_results_of_uneven_shards(p):
-    ranks.run(_uneven, p)
-
-
-def _do_not_fit(group):
+@ranks.on_all(2)
+def test_shards_that_do_not_fit_together_are_an_error_on_all_ranks(group):
     mesh, x, rank = _mesh(2), torch.ones(4, 6), group.rank()
     for function, message in (
         (lambda a: a[:, : 2 + rank], r"out_specs: dim 1 of the ranks' shards must have one length along axis 'x'"),
@@ -174,10 +169,6 @@ def _do_not_fit(group):
             torch.ones(5)
         )
     dist.barrier()
-
-
-def test_shards_that_do_not_fit_together_are_an_error_on_all_ranks():
-    ranks.run(_do_not_fit, 2)
 
 
 def _two_axes_uneven(group):
@@ -249,7 +240,8 @@ def test_exchanges_over_two_axes(x, y):
     ranks.run(_exchanges, x * y, x, y)
 
 
-def _dtypes(group):
+@ranks.on_all(2)
+def test_dtypes(group):
     """psum, pmean, pmax, pmin of all ranks' values, for every dtype: numbers by stack, booleans counted."""
     mesh = _mesh(2)
     values = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.0]])
@@ -276,10 +268,6 @@ def _dtypes(group):
         torch.testing.assert_close(found, want, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
         grads = [torch.autograd.grad(y.abs().pow(3).sum(), z)[0] for y in (found, want)]
         torch.testing.assert_close(*grads, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
-
-
-def test_dtypes():
-    ranks.run(_dtypes, 2)
 
 
 def _structures(group):
@@ -311,7 +299,8 @@ def test_structures_and_numbers(run):
     run(_structures, 2)
 
 
-def _second_derivatives(group):
+@ranks.on_all(2)
+def test_second_derivatives_of_pmax_and_pmin(group):
     """Of pmax and pmin as of amax and amin over the ranks' values: equal ones, some equal, all different, alike."""
     mesh, p = _mesh(group.size()), group.size()
     generator = torch.Generator().manual_seed(0)
@@ -331,10 +320,6 @@ def _second_derivatives(group):
     torch.testing.assert_close(torch.autograd.grad(g.sum(), x)[0], -x.detach().sin(), **CLOSE)
 
 
-def test_second_derivatives_of_pmax_and_pmin():
-    ranks.run(_second_derivatives, 2)
-
-
 PROGRAMS = {
     "psum": (lambda a: lax.psum(a * a, "x"), P(), lambda x: x[:2] ** 2 + x[2:] ** 2),
     "pmean": (lambda a: lax.pmean(a.sin(), "x"), P(), lambda x: (x[:2].sin() + x[2:].sin()) / 2),
@@ -350,7 +335,9 @@ PROGRAMS = {
 }
 
 
-def _transforms(group, check):
+@pytest.mark.parametrize("check", [True, False])
+@ranks.on_all(2, timeout=300)
+def test_transforms_around_a_map(group, check):
     """Around of a map: grad, vjp, jacrev, grad of grad, jvp of grad, vmap of grad and grad of vmap."""
     mesh, x = _mesh(2), torch.randn(4, 2, dtype=torch.float64)
     func = torch.func
@@ -379,12 +366,8 @@ def _transforms(group, check):
             torch.testing.assert_close(found, want, msg=lambda m, n=(name, kind): f"{n}: {m}", **CLOSE)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_transforms_around_a_map(check):
-    ranks.run(_transforms, 2, check, timeout=300)
-
-
-def _transforms_inside(group):
+@ranks.on_all(2)
+def test_transforms_inside_of_a_map(group):
     """The gradient of a loss of all rows, with respect to weights that do not vary and rows that do."""
     mesh, func = _mesh(2), torch.func
     w, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
@@ -415,11 +398,8 @@ def _transforms_inside(group):
             _over(mesh, function, P("x"), P())(x)
 
 
-def test_transforms_inside_of_a_map():
-    ranks.run(_transforms_inside, 2)
-
-
-def _random(group):
+@ranks.on_all(4)
+def test_random_numbers_of_a_ranks_own(group):
     mesh, both = _mesh(2, 2), P(("x", "y"))
 
     def draw(axis, spec, seed=3, function=torch.randn, arguments=(4,)):
@@ -439,7 +419,3 @@ def _random(group):
         draw("x", P())
     with pytest.raises(VaryingValueError, match="normal_: the tensor that is written does not vary"):
         _over(mesh, lambda a: lax.axis_random("x", 1)(torch.Tensor.normal_, torch.zeros(3)), P("x"), P("x"))(numbers)
-
-
-def test_random_numbers_of_a_ranks_own():
-    ranks.run(_random, 4)

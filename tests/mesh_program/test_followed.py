@@ -21,7 +21,8 @@ def _over(function, out_specs=X):
     return tp_ext.spmd(mesh, in_specs=X, out_specs=out_specs)(function)
 
 
-def _followed(group):
+@ranks.on_all(2, timeout=300)
+def test_values_that_vary_are_followed_where_torch_asks_no_type(group):
     x = torch.arange(24.0).view(8, 3)
     for name, function in FOLLOWED.items():
         found, want = _over(function)(x), torch.cat([function(block) for block in x.chunk(2)])
@@ -34,10 +35,6 @@ def _followed(group):
     assert torch.equal(w.grad, x.sum(0))
 
 
-def test_values_that_vary_are_followed_where_torch_asks_no_type():
-    ranks.run(_followed, 2, timeout=300)
-
-
 class Point(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
@@ -48,7 +45,8 @@ class Pair:
     x: torch.Tensor
 
 
-def _structures(group):
+@ranks.on_all(2)
+def test_structures_of_results(group):
     x = torch.arange(4.0)
     point = _over(lambda a: Point(a, a + 1), out_specs=(X, X))(x)
     assert isinstance(point, Point) and torch.equal(point.y, x + 1)
@@ -57,7 +55,3 @@ def _structures(group):
     for pack in (lambda a: {a}), Pair:
         with pytest.raises(ValueError, match=r"out_specs: a (set|Pair) with tensors must be a structure that"):
             _over(pack)(x)
-
-
-def test_structures_of_results():
-    ranks.run(_structures, 2)

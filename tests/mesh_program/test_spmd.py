@@ -59,7 +59,8 @@ def test_values_gradients_and_double_backward(x, y, features):
     ranks.run(_double_backward, x * y, x, y, features)
 
 
-def _checkpointed(group):
+@ranks.on_all(2)
+def test_checkpointing_inside_and_outside(group):
     torch.manual_seed(0)
     inputs = _random(4, 6), _random(6, 3), _random(4, 4)
     mesh = _mesh(2, 1)
@@ -93,11 +94,8 @@ def _checkpointed(group):
             found.sum().backward()
 
 
-def test_checkpointing_inside_and_outside():
-    ranks.run(_checkpointed, 2)
-
-
-def _nested(group):
+@ranks.on_all(4)
+def test_maps_inside_of_maps(group):
     torch.manual_seed(0)
     mesh, (a, b) = _mesh(2, 2), (_random(4, 6), _random(6, 4))
 
@@ -115,11 +113,8 @@ def _nested(group):
         tp_ext.spmd(mesh["x"], in_specs=P("x"), out_specs=P("x"))(lambda a: rows(a, b))(a)
 
 
-def test_maps_inside_of_maps():
-    ranks.run(_nested, 4)
-
-
-def _forms(group):
+@ranks.on_all(2)
+def test_full_tensors_dtensors_local_ones_and_structures(group):
     torch.manual_seed(0)
     mesh, rank = _mesh(2, 1), group.rank()
     w, x = _random(5, 3), _random(4, 5)
@@ -147,11 +142,8 @@ def _forms(group):
     assert torch.equal(got[2], torch.full_like(local, 2))
 
 
-def test_full_tensors_dtensors_local_ones_and_structures():
-    ranks.run(_forms, 2)
-
-
-def _gradients_inside(group):
+@ranks.on_all(2)
+def test_gradients_inside_of_a_map(group):
     """Gradients that a program takes inside of a map vary as the inputs do."""
     torch.manual_seed(0)
     w, x = _random(3, 2), torch.randn(4, 3, dtype=torch.float64)
@@ -169,11 +161,8 @@ def _gradients_inside(group):
     torch.testing.assert_close(gradient(w, x), want, **CLOSE)
 
 
-def test_gradients_inside_of_a_map():
-    ranks.run(_gradients_inside, 2)
-
-
-def _unchecked(group):
+@ranks.on_all(2)
+def test_unchecked(group):
     torch.manual_seed(0)
     w, x = _random(3, 2), _random(4, 3)
 
@@ -184,10 +173,6 @@ def _unchecked(group):
         return lax.psum((x @ lax.pvary(w, "x")).square().sum(), "x")
 
     _close(loss(w, x), (x @ w).square().sum(), (w, x))
-
-
-def test_unchecked():
-    ranks.run(_unchecked, 2)
 
 
 def _collectives(group):
@@ -207,16 +192,14 @@ def test_collectives_are_those_of_the_megatron_mlp():
     assert ranks.run(_collectives, 2) == [({"all_reduce": 1}, {"all_reduce": 1, "all_gather": 2})] * 2
 
 
-def _falsely_replicated(group):
+@ranks.on_all(2)
+def test_a_result_falsely_claimed_replicated_is_named_with_its_line(group):
     with pytest.raises(VaryingValueError, match=r"the result of .*test_spmd\.py:\d+ varies"):
         tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P())(lambda x: x + 1)(torch.ones(4))
 
 
-def test_a_result_falsely_claimed_replicated_is_named_with_its_line():
-    ranks.run(_falsely_replicated, 2)
-
-
-def _meaning(group):
+@ranks.on_all(2)
+def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
     mesh, x = _mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
     twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: lax.psum(x, "x"))(x)
     assert torch.equal(twice, 2 * x) and torch.equal(torch.autograd.grad(twice.sum(), x)[0], torch.full((3,), 2.0))
@@ -228,11 +211,8 @@ def _meaning(group):
     assert repr(P("x", None, ("y", "z"))) == "P('x', None, ('y', 'z'))" and P("x") == P(("x",)) != P("x").local()
 
 
-def test_psum_of_a_value_that_does_not_vary_and_of_numbers():
-    ranks.run(_meaning, 2)
-
-
-def _tuples(group):
+@ranks.on_all(4)
+def test_several_axes(group):
     """Collectives over two axes: the first of the tuple is the outermost."""
     mesh, both = _mesh(2, 2), ("x", "y")
     x = torch.arange(8.0, dtype=torch.float64)
@@ -249,10 +229,6 @@ def _tuples(group):
     sizes = []
     over(lambda a: sizes.append(lax.axis_size(both)) or a, P(), P())
     assert sizes == [4] and float(over(lambda a: lax.pmean(lax.psum(a, both).sum(), both), P(both), P())) == 28
-
-
-def test_several_axes():
-    ranks.run(_tuples, 4)
 
 
 def test_collectives_have_their_old_names_too():

@@ -21,15 +21,12 @@ def _code():
     return names
 
 
-def _compared(group, sp):
-    names = _code()
-    names["compare_with_torch"](names["GatedMLP"], group, sp)
-
-
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-def test_own_layer_is_the_unsharded_module(p, sp):
-    ranks.run(_compared, p, sp)
+@ranks.on_all()
+def test_own_layer_is_the_unsharded_module(group, sp):
+    names = _code()
+    names["compare_with_torch"](names["GatedMLP"], group, sp)
 
 
 def _read_raw(group, sp):

@@ -50,7 +50,9 @@ def _grads(model):
     return grads
 
 
-def _compiled(group, options):
+@pytest.mark.parametrize("options", [HIDDEN, SP], ids=["hidden", "tokens"])
+@ranks.on_all(4, timeout=300)
+def test_compiled(group, options):
     model, mesh = _model(_mesh(), blocks=1, norm=tp_ext.LayerNorm, mlp=KEPT, **options), _mesh()
     want = _loss(model, mesh)
     want.backward()
@@ -61,12 +63,9 @@ def _compiled(group, options):
     assert_close(_grads(model), grads, **CLOSE)
 
 
-@pytest.mark.parametrize("options", [HIDDEN, SP], ids=["hidden", "tokens"])
-def test_compiled(options):
-    ranks.run(_compiled, 4, options, timeout=300)
-
-
-def _recomputed(group, use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@ranks.on_all(4)
+def test_recomputed(group, use_reentrant):
     model, mesh = _model(_mesh(), **HIDDEN), _mesh()
     _loss(model, mesh).backward()
     want = _grads(model)
@@ -78,12 +77,9 @@ def _recomputed(group, use_reentrant):
         assert all(torch.equal(got[name], grad) for name, grad in want.items())
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed(use_reentrant):
-    ranks.run(_recomputed, 4, use_reentrant)
-
-
-def _second_order(group, options):
+@pytest.mark.parametrize("options", [HIDDEN, SP | KEPT], ids=["hidden", "tokens"])
+@ranks.on_all(4)
+def test_second_order(group, options):
     """Double backward and forward mode of both linears, against those of the full matrices."""
     column, row, x = _linears(options)
     parameters = [x, column.weight, row.weight]
@@ -119,12 +115,8 @@ def _second_order(group, options):
     assert_close(tangent, ((a - b) / (2 * step)).detach(), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("options", [HIDDEN, SP | KEPT], ids=["hidden", "tokens"])
-def test_second_order(options):
-    ranks.run(_second_order, 4, options)
-
-
-def _autocast(group):
+@ranks.on_all(4)
+def test_autocast(group):
     mesh = _mesh()
     model = _model(mesh, **HIDDEN).float()
     want = _loss(model, mesh)
@@ -135,10 +127,6 @@ def _autocast(group):
     assert y.dtype == torch.bfloat16
     assert_close(loss, want, rtol=2e-2, atol=0)
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_autocast():
-    ranks.run(_autocast, 4)
 
 
 def _two_halves(group, options):

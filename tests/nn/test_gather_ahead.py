@@ -31,7 +31,8 @@ def _write_in_place(weight):
 WRITES = [_write_data, _set_data, _write_vector, _write_in_place]
 
 
-def _written_after_its_prefetch(group):
+@ranks.on_all(4)
+def test_a_weight_that_is_written_after_its_prefetch_is_gathered_again(group):
     mesh = mesh_of(2, 2, names=("x", "y"))
     for write in WRITES:
         mlp, x = mlp_of(mesh)
@@ -51,10 +52,6 @@ def _written_after_its_prefetch(group):
         found = mlp(x)
         hook.remove()
         torch.testing.assert_close(found, mlp(x), **CLOSE)
-
-
-def test_a_weight_that_is_written_after_its_prefetch_is_gathered_again():
-    ranks.run(_written_after_its_prefetch, 4)
 
 
 def _collected_at_other_times(group):

@@ -160,7 +160,10 @@ def test_fp32(p, case):
 # Strides
 
 
-def _strides(group, kind, sp):
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@ranks.on_all(2)
+def test_any_strides_of_input_and_gradient(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group).detach()
     for shape in ((4,), (2, 2), (1, 2, 2)):
@@ -175,12 +178,6 @@ def _strides(group, kind, sp):
             want = torch.autograd.grad(y, [plain, *inputs], first, retain_graph=True)
             got = torch.autograd.grad(odd_y, [odd, *inputs], second, retain_graph=True)
             torch.testing.assert_close([odd_y, *got], [y, *want], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_any_strides_of_input_and_gradient(kind, sp):
-    ranks.run(_strides, 2, kind, sp)
 
 
 # One rank, and to and from nn.Linear

@@ -148,7 +148,11 @@ def test_compile_gather_output_with_copies():
     ranks.run(_compiled, 2, ColumnParallelLinear, False, {"parts": parts, "gather_output": True}, timeout=120)
 
 
-def _compiled_autograd(group, kind, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@ranks.on_all(2, timeout=120)
+def test_compiled_autograd(group, kind, sp):
+    """torch compiles the backward of a forward that ran as ever."""
     torch._dynamo.reset()
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
@@ -158,14 +162,9 @@ def _compiled_autograd(group, kind, sp):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.thinned(1)
 @BOTH
-def test_compiled_autograd(kind, sp):
-    """torch compiles the backward of a forward that ran as ever."""
-    ranks.run(_compiled_autograd, 2, kind, sp, timeout=120)
-
-
-def _checkpointed(group, kind, sp):
+@ranks.on_all(2)
+def test_activation_checkpointing(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
     want, got = results(layer, x), []
@@ -178,11 +177,6 @@ def _checkpointed(group, kind, sp):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     forward, backward = COUNTS[kind, sp]
     assert counts == {k: 2 * forward.get(k, 0) + backward.get(k, 0) for k in forward | backward}
-
-
-@BOTH
-def test_activation_checkpointing(kind, sp):
-    ranks.run(_checkpointed, 2, kind, sp)
 
 
 def _autocast(group, kind, sp):
@@ -208,7 +202,9 @@ def test_autocast(kind, sp):
         ranks.run(_autocast, p, kind, sp)
 
 
-def _copies(group, kind, sp):
+@BOTH
+@ranks.on_all(2)
+def test_copied_pickled_and_moved_layers_know_their_shardings(group, kind, sp):
     layer = small_layer(group, kind, sp, torch.float32)
     x = small_input(layer, group, torch.float32)
     want = results(layer, x)
@@ -229,11 +225,8 @@ def _copies(group, kind, sp):
 
 
 @BOTH
-def test_copied_pickled_and_moved_layers_know_their_shardings(kind, sp):
-    ranks.run(_copies, 2, kind, sp)
-
-
-def _functional(group, kind, sp):
+@ranks.on_all(2)
+def test_functional_call(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
     doubled = {name: (2 * p).detach().requires_grad_() for name, p in layer.named_parameters()}
@@ -244,11 +237,6 @@ def _functional(group, kind, sp):
     layer(x).sum().backward()
     for name, param in layer.named_parameters():
         torch.testing.assert_close(doubled[name].grad, param.grad, rtol=1e-12, atol=1e-12)
-
-
-@BOTH
-def test_functional_call(kind, sp):
-    ranks.run(_functional, 2, kind, sp)
 
 
 # Copies

@@ -105,7 +105,10 @@ def test_blocks_pass_it_on(name, sp, p):
     oracle.full_gradients(ranks.run(_module, p, name, sp))
 
 
-def _external(group, kind):
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@ranks.on_all()
+def test_a_weight_of_the_callers(group, kind):
     layer = kind(6, 8, group=group, dtype=torch.float64, device="meta")
     weight = nn.Parameter(torch.randn(layer.weight.shape, dtype=torch.float64))
     layer.bias = None
@@ -123,13 +126,9 @@ def _external(group, kind):
         own(x)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_a_weight_of_the_callers(kind, p):
-    ranks.run(_external, p, kind)
-
-
-def _again(group):
+@pytest.mark.parametrize("p", [1, 2])
+@ranks.on_all()
+def test_backward_twice_in_part_and_frozen(group):
     layer = ColumnParallelLinear(3, 4, group=group, dtype=torch.float64, **FUSED)
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
@@ -151,11 +150,8 @@ def _again(group):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_backward_twice_in_part_and_frozen(p):
-    ranks.run(_again, p)
-
-
-def _autocast(group):
+@ranks.on_all()
+def test_autocast(group):
     layer = ColumnParallelLinear(8, 4, group=group, **FUSED)
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     x, dy = torch.randn(16, 8), torch.randn(16, 4)
@@ -167,12 +163,9 @@ def _autocast(group):
     torch.testing.assert_close(layer.weight.main_grad, want)  # in fp32, of bf16 factors
 
 
-@pytest.mark.parametrize("p", [1, 2])
-def test_autocast(p):
-    ranks.run(_autocast, p)
-
-
-def _compiled(group, kind):
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@ranks.on_all(2)
+def test_compiled(group, kind):
     layer = kind(4, 4, group=group, **FUSED)
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     x = oracle.own_input(torch.randn(6, 4), layer, group)
@@ -182,11 +175,6 @@ def _compiled(group, kind):
     torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sin().sum().backward()
     torch.testing.assert_close(layer.weight.main_grad, want)
     assert layer.weight.grad is None
-
-
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_compiled(kind):
-    ranks.run(_compiled, 2, kind)
 
 
 def _refused(group, make):

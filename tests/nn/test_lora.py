@@ -7,7 +7,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.oracle import full_gradients, gradients, own_input, own_output
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear
 from tp_ext.checkpoint.gather import gather_full, ranks_of
 from tp_ext.model.census import census
@@ -210,7 +210,8 @@ def test_merged_weights_are_the_dense_ones(case):
             torch.testing.assert_close(full, want, **close)
 
 
-def _merged_copies(group):
+@on_all(4)
+def test_merged_copies_are_the_same_bits(group):
     """The ranks' rows of k and v stand behind those of 2, 1, 2 and 1 heads of q."""
     attention = tp_ext.ParallelAttention(64, 6, head_dim=16, num_kv_heads=2, group=group)
     tp_ext.add_lora(attention, targets="qkv", r=8, alpha=1)
@@ -220,7 +221,3 @@ def _merged_copies(group):
             module.reset_parameters()
     tp_ext.merge_lora(attention)
     tp_ext.debug.assert_replicated(attention, group=group)
-
-
-def test_merged_copies_are_the_same_bits():
-    run(_merged_copies, 4)

@@ -129,7 +129,9 @@ def test_collectives(name, sums):
     assert ranks.run(_counts, 1, name, True) == [({}, {})]
 
 
-def _compiled(group, name):
+@pytest.mark.parametrize("name", [RMS, LAYER])
+@ranks.on_all(2, timeout=120)
+def test_compile_without_graph_breaks(group, name):
     torch._dynamo.reset()
     _, ours = _pair(name, (3, 4), {}, torch.float64, group, True)
     results = []
@@ -140,11 +142,6 @@ def _compiled(group, name):
         y.sin().sum().backward()
         results.append([y.detach(), x.grad, *(p.grad for p in ours.parameters())])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [RMS, LAYER])
-def test_compile_without_graph_breaks(name):
-    ranks.run(_compiled, 2, name, timeout=120)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

@@ -115,7 +115,11 @@ def _gradients_of(model, x, **options):
     return [y.detach(), leaf.grad, *full]
 
 
-def _wrapped(group, name, how):
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("how", ["plain", "sp", "checkpoint", "hooks", "ddp", "fsdp", "compile"])
+@pytest.mark.parametrize("name", [RMS, LAYER])
+@ranks.on_all(2, timeout=120)
+def test_a_model_is_that_of_add_and_norm(group, name, how):
     torch._dynamo.reset()
     results, calls = [], []
     for fused in (False, True):
@@ -139,13 +143,6 @@ def _wrapped(group, name, how):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
     if how == "hooks":  # forward, forward, backward, backward; twice
         assert calls == [1] * 8 + [2] * 8
-
-
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("how", ["plain", "sp", "checkpoint", "hooks", "ddp", "fsdp", "compile"])
-@pytest.mark.parametrize("name", [RMS, LAYER])
-def test_a_model_is_that_of_add_and_norm(name, how):
-    ranks.run(_wrapped, 2, name, how, timeout=120)
 
 
 @pytest.mark.parametrize("name", [RMS, LAYER])

@@ -381,7 +381,8 @@ def test_padding_under_fsdp2():
     assert second.chunks[:2] == ((5, 4), ((4, 0),)) and second.local_sizes == ((1, 4),)
 
 
-def _wrapped(group):
+@ranks.on_all(4)
+def test_replicas_may_load_one_file(group):
     axes = mesh(2, 2)
     model = wrap(nn.ModuleDict({"embedding": _net(axes["tp"].get_group())}), "ddp", axes["dp"])
     state = model.state_dict()
@@ -396,7 +397,3 @@ def _wrapped(group):
             RuntimeError, match=r"'module.embedding.1.weight' was saved by rank 0 of 2 and is loaded by rank 1"
         ):
             model.load_state_dict(_read(data[0]))
-
-
-def test_replicas_may_load_one_file():
-    ranks.run(_wrapped, 4)

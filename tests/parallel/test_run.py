@@ -215,7 +215,17 @@ def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
     ranks.run(_goes_on, 4, tmp_path / "saved", found[0], timeout=120)
 
 
-def _evaluates(group, sizes, microbatches, sp, options):
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 2, 1, 1), {}),
+        ((1, 2, 1, 1), {"zero": 2}),
+        ((2, 1, 1, 1), {}),
+        pytest.param((1, 1, 2, 1), {"zero": 3}, marks=pytest.mark.exhaustive),
+    ],
+)
+@ranks.on_all(2, microbatches=2, sp=False, timeout=120)
+def test_evaluation_is_that_of_one_process_and_changes_nothing(group, sizes, microbatches, sp, options):
     """Evaluation between two steps; its loss, and the losses with and without it."""
     with default_dtype(torch.float64):
         found = []
@@ -242,20 +252,9 @@ def _evaluates(group, sizes, microbatches, sp, options):
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ((1, 2, 1, 1), {}),
-        ((1, 2, 1, 1), {"zero": 2}),
-        ((2, 1, 1, 1), {}),
-        pytest.param((1, 1, 2, 1), {"zero": 3}, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_evaluation_is_that_of_one_process_and_changes_nothing(sizes, options):
-    ranks.run(_evaluates, 2, sizes, 2, False, options, timeout=120)
-
-
-def _in_bf16(group, sizes):
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 1)])
+@ranks.on_all(2, timeout=120)
+def test_autocast_is_that_of_forwards_and_losses(group, sizes):
     _, run, optimizer, layout = prepared(sizes, 2, False, {"autocast": torch.bfloat16})
     kinds = set()
     module = (run.state[0] if isinstance(run.state, list) else run.state).get_submodule("blocks")
@@ -268,11 +267,6 @@ def _in_bf16(group, sizes):
     assert {param.dtype for param in run.parameters()} == {torch.float32}
     want = one_process(run.data_size)[0][:2]
     torch.testing.assert_close(found, want, rtol=0.03, atol=0.01, check_dtype=False)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 1)])
-def test_autocast_is_that_of_forwards_and_losses(sizes):
-    ranks.run(_in_bf16, 2, sizes, timeout=120)
 
 
 def _packed(group, sizes, microbatches, options):

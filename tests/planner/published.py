@@ -92,10 +92,10 @@ def rows():
 
 def groups():
     """Yields the rows of each table, machine and release that has rows for the calibration."""
-    found = {}
+    groups = {}
     for row in rows():
-        found.setdefault((row.table, row.machine, row.release), []).append(row)
-    yield from (of_one for of_one in found.values() if any(row.use == "fit" for row in of_one))
+        groups.setdefault((row.table, row.machine, row.release), []).append(row)
+    yield from (of_one for of_one in groups.values() if any(row.use == "fit" for row in of_one))
 
 
 def calibrated(of_one):

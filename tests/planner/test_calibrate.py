@@ -112,18 +112,21 @@ def test_layouts_of_one_model_are_ranked_as_measured(compared):
                 row.columns["seq"],
             )
             groups.setdefault(key, []).append((row.seconds, got.step_time))
-    for found in groups.values():
-        for (one, predicted), (other, predicted_other) in itertools.combinations(found, 2):
-            if abs(one / other - 1) > 0.05:
+    for times in groups.values():
+        for (measured, predicted), (measured_other, predicted_other) in itertools.combinations(times, 2):
+            if abs(measured / measured_other - 1) > 0.05:
                 pairs += 1
-                right += (one < other) == (predicted < predicted_other)
+                right += (measured < measured_other) == (predicted < predicted_other)
     assert pairs >= 5 and right >= 0.9 * pairs
 
 
 def test_memory_of_torchtitan(compared):
     """Compares the peak with the memory that the allocator reserved for 8B, compiled, on 8 to 128 devices."""
     peaks = {
-        (row.devices, row.layout.dtype): (max(one.peak for one in got.memory) / 2**30, float(row.columns["peak_gib"]))
+        (row.devices, row.layout.dtype): (
+            max(stage.peak for stage in got.memory) / 2**30,
+            float(row.columns["peak_gib"]),
+        )
         for row, got, _ in compared
         if (row.table, row.model, row.release) == ("D", "8B", "2024-12")
         and row.columns["recompute"] == "sac"

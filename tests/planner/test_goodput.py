@@ -64,6 +64,6 @@ def test_a_job_that_never_gets_on():
     ],
 )
 def test_bad_input(change, says):
-    given = {"prediction": 8, "mtbf_per_device": 1e6, "checkpoint_time": 10.0, "restart_time": 10.0, **change}
+    arguments = {"prediction": 8, "mtbf_per_device": 1e6, "checkpoint_time": 10.0, "restart_time": 10.0, **change}
     with pytest.raises(ValueError, match=says):
-        goodput(given.pop("prediction"), **given)
+        goodput(arguments.pop("prediction"), **arguments)

@@ -22,10 +22,10 @@ def test_a_profile_of_this_process_predicts():
 
 
 def test_ranks_agree_on_their_profile():
-    one, other = (planner.Cluster.from_json(text) for text in ranks.run(_measured, 2))
-    assert one == other and one.count == 2
-    assert 0 <= one.links[0].latency < 1 and one.links[0].bandwidth > 1e6
-    assert predict(MODEL, one, Layout(tp=2, dtype="fp32"), 4).step_time > 0
+    first, second = (planner.Cluster.from_json(text) for text in ranks.run(_measured, 2))
+    assert first == second and first.count == 2
+    assert 0 <= first.links[0].latency < 1 and first.links[0].bandwidth > 1e6
+    assert predict(MODEL, first, Layout(tp=2, dtype="fp32"), 4).step_time > 0
 
 
 def test_bad_input():

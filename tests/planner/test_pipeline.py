@@ -40,7 +40,7 @@ class Recorder:
 def executed(schedule, rank, pp, microbatches, monkeypatch):
     """The actions of a rank, by running torch's own loop over a stage that communicates nothing."""
     torch_class = getattr(schedules, f"Schedule{schedule}")
-    made, stage = object.__new__(torch_class), Recorder(rank, pp)
+    schedule, stage = object.__new__(torch_class), Recorder(rank, pp)
     for name in ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
         monkeypatch.setattr(torch_class, name, lambda *args: None)
     for name in ("_batch_p2p", "_wait_batch_p2p", "_wait_and_release_fwd_send"):
@@ -48,10 +48,10 @@ def executed(schedule, rank, pp, microbatches, monkeypatch):
     monkeypatch.setattr(schedules, "_sorted_batch_p2p", lambda *args, **options: {})
     nothing = [()] * microbatches
     monkeypatch.setattr(torch_class, "_check_inputs", lambda *args: (nothing, nothing))
-    vars(made).update(
+    vars(schedule).update(
         _stage=stage, _n_microbatches=microbatches, _num_stages=pp, scale_grads=False, _finalize_gradients=True
     )
-    made._step_microbatches()
+    schedule._step_microbatches()
     return tuple(stage.calls)
 
 
@@ -74,7 +74,9 @@ def test_every_pass_of_every_microbatch_runs_once(schedule, virtual, pp, microba
     assert sorted((s, i) for kind, s, i in done if kind in ("B", "W")) == whole
 
 
-@pytest.mark.parametrize("schedule, virtual", [one for one in EVERY if one[0] in ("GPipe", "1F1B", "Interleaved1F1B")])
+@pytest.mark.parametrize(
+    "schedule, virtual", [case for case in EVERY if case[0] in ("GPipe", "1F1B", "Interleaved1F1B")]
+)
 @pytest.mark.parametrize("pp, microbatches", [(1, 4), (2, 4), (4, 8), (8, 32)])
 def test_bubble_is_that_of_the_formula(schedule, virtual, pp, microbatches):
     line = simulate_pipeline(schedule, pp, microbatches, virtual=virtual, **ONE)
@@ -160,5 +162,5 @@ def test_bad_input(change, error, says):
 
 
 def test_one_forward_one_backward_of_several_stages_is_interleaved():
-    one, other = (simulate_pipeline(name, 2, 4, virtual=2, **ONE) for name in ("1F1B", "Interleaved1F1B"))
-    assert one.rows == other.rows
+    plain, interleaved = (simulate_pipeline(name, 2, 4, virtual=2, **ONE) for name in ("1F1B", "Interleaved1F1B"))
+    assert plain.rows == interleaved.rows

@@ -48,8 +48,8 @@ def drawn(seed):
 
 
 def cluster(**changes):
-    made = planner.cluster("h100-sxm", 16)
-    return dataclasses.replace(made, **changes)
+    cluster = planner.cluster("h100-sxm", 16)
+    return dataclasses.replace(cluster, **changes)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -151,8 +151,8 @@ def test_collectives_of_a_block_are_those_of_the_page():
     for (sp, recompute), kinds in want.items():
         layout = Layout(tp=4, sequence_parallel=sp, recompute=recompute, micro_batch=2)
         rows = predict(model, cluster(), layout, 64).collectives[0]
-        found = {row.kind: row.number for row in rows if row.axis == "tp" and row.payload == s}
-        assert found == {kind: 8 * (8 * n + ends[sp].get(kind, 0)) for kind, n in kinds.items()}
+        numbers = {row.kind: row.number for row in rows if row.axis == "tp" and row.payload == s}
+        assert numbers == {kind: 8 * (8 * n + ends[sp].get(kind, 0)) for kind, n in kinds.items()}
         for row in rows:
             others = (row.size - 1) / row.size
             wire = {"all_reduce": 2 * others, "all_gather": others, "reduce_scatter": others}[row.kind]
@@ -167,12 +167,12 @@ def test_long_pipelines_are_extrapolated(name, virtual):
     line = got.timeline()
     after = got.breakdown["dp"] + got.breakdown["optimizer"]
     assert got.step_time - after == pytest.approx(line.time, rel=6e-3)  # the last stage takes twice as long
-    held = [memory.activations for memory in got.memory]
+    activations = [memory.activations for memory in got.memory]
     whole = predict(model, machine, Layout(pp=4, virtual=virtual, schedule=name), 4 * 16)
     if name != "GPipe":  # full: more microbatches hold no more
-        assert held == [memory.activations for memory in whole.memory]
+        assert activations == [memory.activations for memory in whole.memory]
     else:
-        assert held[1] / whole.memory[1].activations == pytest.approx(512 / 64, rel=1e-9)
+        assert activations[1] / whole.memory[1].activations == pytest.approx(512 / 64, rel=1e-9)
 
 
 def test_collective_times_by_level():
@@ -189,13 +189,13 @@ def test_collective_times_by_level():
 @pytest.mark.parametrize("blocks", [1, 2, 7, 12, 33])
 def test_stages_have_the_blocks_of_pipeline_stages(blocks):
     for stages in range(1, blocks + 1):
-        assert load().planner.split_blocks(blocks, stages) == split_blocks(None, blocks, stages, list)
+        assert load().planner.split_blocks(blocks, stages) == split_blocks(None, blocks, stages, [])
 
 
 def test_what_does_not_fit_is_predicted_with_the_reason():
     model = planner.transformer(**LLAMA_8B, seq=8192)
     got = predict(model, planner.cluster("a100-40", 1), Layout(), 8)
-    assert not got.fits and got.shortfall == max(one.peak for one in got.memory) - 38 * GIB
+    assert not got.fits and got.shortfall == max(stage.peak for stage in got.memory) - 38 * GIB
     assert got.why().startswith(f"short by {got.shortfall / GIB:.1f} GiB on stage 0: ")
     assert "short by" in str(got) and "states 59.8" in got.why()
     assert predict(model, planner.cluster("h200", 64), Layout(zero=3), 64).fits
@@ -204,8 +204,8 @@ def test_what_does_not_fit_is_predicted_with_the_reason():
 def test_pictures_and_traces(tmp_path, monkeypatch):
     got = predict(planner.transformer(**SMALL), cluster(), Layout(pp=4), 64)
     got.trace(tmp_path / "step.json")
-    events = [one for one in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if one["ph"] == "X"]
-    assert len(events) == 2 * 4 * 16 and max(one["ts"] + one["dur"] for one in events) / 1e6 <= got.step_time
+    events = [event for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 2 * 4 * 16 and max(event["ts"] + event["dur"] for event in events) / 1e6 <= got.step_time
     drawn_rows = []
     monkeypatch.setattr(Measured, "save", lambda self, path, title="": drawn_rows.append(self.ranks))
     got.draw(tmp_path / "step.png")

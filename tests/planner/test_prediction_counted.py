@@ -95,19 +95,19 @@ def trained(layout, kv_heads, batch):
     def run(rank, mesh):
         with torch.device("meta"):
             model = Model(kv_heads, mesh, layout.sequence_parallel)
-        made = tp_ext.parallelize(model, mesh, loss=model.loss, **layout.arguments(batch))
-        optimizer = made.optimizer(torch.optim.AdamW)
+        run = tp_ext.parallelize(model, mesh, loss=model.loss, **layout.arguments(batch))
+        optimizer = run.optimizer(torch.optim.AdamW)
         tokens = tp_ext.ContextLayout(batch=layout.micro_batch, seq=SIZES["seq"], group=mesh["cp"])
         ids = torch.randint(SIZES["vocab"], (layout.micro_batch * microbatches, SIZES["seq"]))
         shard = tokens.shard(ids, 1)
         for _ in range(3):  # the first two also make groups, and buckets of DDP
             optimizer.zero_grad()
             with tp_ext.debug.count_collectives() as counts:
-                made.step(shard, shard, layout=tokens)
+                run.step(shard, shard, layout=tokens)
                 optimizer.step()
-        parameters = list(made.parameters())
+        parameters = list(run.parameters())
         names = {tuple(dist.get_process_group_ranks(mesh[name].get_group())): name for name in axes if axes[name] > 1}
-        found = Counter()
+        totals = Counter()
         flags = 16 * len(parameters)
         for row in counts.rows:
             axis = names.get(row.ranks, "dp")
@@ -115,12 +115,12 @@ def trained(layout, kv_heads, batch):
             tiny = row.payload <= SMALL or (axis == "dp" and row.kind == "all_reduce" and row.payload == flags)
             setup = row.kind == "broadcast" and layout.zero != 1
             if not tiny and not setup:
-                found[axis, row.kind, "number"] += row.number
-                found[axis, row.kind, "bytes"] += row.payload_bytes
-        own = getattr(optimizer, "optim", optimizer)
-        states = [state for kept in own.state.values() for state in kept.values() if state.dim()]
+                totals[axis, row.kind, "number"] += row.number
+                totals[axis, row.kind, "bytes"] += row.payload_bytes
+        inner = getattr(optimizer, "optim", optimizer)
+        states = [state for kept in inner.state.values() for state in kept.values() if state.dim()]
         sizes = [_bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)]
-        return found, sizes, mesh["pp"].get_local_rank()
+        return totals, sizes, mesh["pp"].get_local_rank()
 
     return tp_ext.debug.simulate(run, axes)
 
@@ -139,15 +139,15 @@ def test_collectives_and_bytes_are_those_counted(seed):
     layout, kv_heads, batch = drawn(seed)
     model = planner.transformer(**SIZES, kv_heads=kv_heads)
     got = predict(model, planner.cluster("cpu", layout.ranks), layout, batch)
-    for found, sizes, stage in trained(layout, kv_heads, batch):
+    for totals, sizes, stage in trained(layout, kv_heads, batch):
         want = Counter()
         for row in got.collectives[stage]:
             want[row.axis, row.kind, "number"] += row.number
             want[row.axis, row.kind, "bytes"] += row.payload_bytes
         for (axis, kind, what), number in want.items():
             if what == "bytes" or not (kind == "all_reduce" or (axis == "dp" and layout.zero < 2)):
-                assert found[axis, kind, what] == pytest.approx(number), (axis, kind, what, layout)
-        assert {key[:2] for key in found} <= {key[:2] for key in want}, layout
+                assert totals[axis, kind, what] == pytest.approx(number), (axis, kind, what, layout)
+        assert {key[:2] for key in totals} <= {key[:2] for key in want}, layout
         memory, shards = got.memory[stage], layout.dp * layout.cp
         kept = memory.parameters / (shards if layout.zero == 2 else 1)  # FSDP2 keeps a shard between steps
         assert sizes[0] == pytest.approx(kept) and sizes[1] == pytest.approx(memory.gradients)

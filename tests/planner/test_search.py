@@ -23,8 +23,8 @@ SIZES = range(1, 13)
 
 
 def machine(count, memory=80):
-    made = planner.cluster("h100-sxm", count)
-    return dataclasses.replace(made, device=dataclasses.replace(made.device, memory=memory * 2**30))
+    cluster = planner.cluster("h100-sxm", count)
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory * 2**30))
 
 
 def brute_force(workload, cluster, batch):
@@ -61,51 +61,55 @@ CASES = {"dense": (DENSE, 8, 12, 3), "experts": (MIXTURE, 4, 8, 4), "uneven": (D
 def test_it_finds_what_brute_force_finds(case, objective):
     workload, count, batch, memory = CASES[case]
     cluster = machine(count, memory)
-    every = list(brute_force(workload, cluster, batch))
-    fitting = [one for one in every if one.fits]
-    assert 0 < len(fitting) < len(every)
-    found = search(workload, cluster, batch, objective=objective, top=5)
+    predictions = list(brute_force(workload, cluster, batch))
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    assert 0 < len(fitting) < len(predictions)
+    result = search(workload, cluster, batch, objective=objective, top=5)
 
-    def key(one):
-        peak, layout = max(stage.peak for stage in one.memory), one.layout
-        first = (one.step_time, peak) if objective == "step_time" else (peak, one.step_time)
+    def key(prediction):
+        peak, layout = max(stage.peak for stage in prediction.memory), prediction.layout
+        first = (prediction.step_time, peak) if objective == "step_time" else (peak, prediction.step_time)
         return (*first, layout.tp, layout.pp, layout.cp)
 
-    assert [key(one) for one in found] == [key(one) for one in sorted(fitting, key=key)[:5]]
-    assert found.count == len(every)
-    assert set(found.space()) == {one.layout for one in every}
-    rejected = {one.layout for one in every if not one.fits}
-    assert set(found.rejected) <= rejected and len(found.rejected) == min(1000, len(rejected))
-    assert all(reason.startswith("needs ") for reason in found.rejected.values())
+    assert [key(prediction) for prediction in result] == [
+        key(prediction) for prediction in sorted(fitting, key=key)[:5]
+    ]
+    assert result.count == len(predictions)
+    assert set(result.space()) == {prediction.layout for prediction in predictions}
+    rejected = {prediction.layout for prediction in predictions if not prediction.fits}
+    assert set(result.rejected) <= rejected and len(result.rejected) == min(1000, len(rejected))
+    assert all(reason.startswith("needs ") for reason in result.rejected.values())
 
 
 def test_more_memory_never_fits_fewer_layouts():
     fits = []
     for memory in (2.7, 3, 3.5, 4, 5):
-        found = search(DENSE, machine(8, memory), 16, top=10**6)
-        fits.append({one.layout for one in found})
+        result = search(DENSE, machine(8, memory), 16, top=10**6)
+        fits.append({prediction.layout for prediction in result})
     assert all(few <= more for few, more in itertools.pairwise(fits))
     assert len(fits[0]) < len(fits[-1])
 
 
 def test_fixed_values_and_lists():
-    found = search(
+    result = search(
         DENSE, machine(8), 16, fixed={"tp": [2, 4], "pp": 2, "virtual": 2, "zero": 1, "dtype": ["bf16", "fp8"]}
     )
-    layouts = set(found.space())
+    layouts = set(result.space())
     assert {layout.tp for layout in layouts} == {2, 4} and {layout.pp for layout in layouts} == {2}
     assert {layout.schedule for layout in layouts} == {"Interleaved1F1B", "ZBVZeroBubble"}
-    assert {layout.dtype for layout in layouts} == {"bf16", "fp8"} and found.count == len(layouts)
-    assert found[0].layout in layouts and [one.step_time for one in found] == sorted(one.step_time for one in found)
-    assert {one.layout.dp for one in search(DENSE, machine(8), 16, fixed={"dp": 4})} == {4}
+    assert {layout.dtype for layout in layouts} == {"bf16", "fp8"} and result.count == len(layouts)
+    assert result[0].layout in layouts and [prediction.step_time for prediction in result] == sorted(
+        prediction.step_time for prediction in result
+    )
+    assert {prediction.layout.dp for prediction in search(DENSE, machine(8), 16, fixed={"dp": 4})} == {4}
 
 
 def test_a_405b_model_on_16384_devices_is_ranked_in_time():
     """The limit is 10 s for 100,000 layouts on one core; these are 66,000, on loaded machines."""
     model = planner.transformer(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=8192)
     begin = time.process_time()
-    found = search(model, planner.cluster("h100-sxm", 16384), 4096)
-    assert found.count > 60_000 and len(found) == 10
+    result = search(model, planner.cluster("h100-sxm", 16384), 4096)
+    assert result.count > 60_000 and len(result) == 10
     assert time.process_time() - begin < 10
 
 
@@ -124,9 +128,9 @@ def test_a_405b_model_on_16384_devices_is_ranked_in_time():
     ],
 )
 def test_bad_input(change, error, says):
-    given = {"workload": DENSE, "cluster": machine(8), "global_batch": 16, **change}
+    arguments = {"workload": DENSE, "cluster": machine(8), "global_batch": 16, **change}
     with pytest.raises(error, match=says):
-        search(**given)
+        search(**arguments)
 
 
 @pytest.fixture

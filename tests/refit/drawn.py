@@ -42,21 +42,21 @@ def sizes_of(rng, ranks):
 def shardings_of(rng, shape, sizes, parts, fused):
     """Shardings of some dims over the last two axes, with parts, units, copies and padding where they fit; ``fused``:
     of dim 0 in any case, so that its parts are known."""
-    found, dims = [], list(range(len(shape)))
+    shardings, dims = [], list(range(len(shape)))
     for axis in ("x", "y"):
         p = sizes[AXES.index(axis)]
         if not dims or (rng.random() < 0.3 and not (fused and 0 in dims)):
             continue
         dim = dims.pop(0 if fused and 0 in dims else rng.randrange(len(dims)))
         lengths = parts if dim == 0 and parts else (shape[dim],)
-        made = []
+        cuts = []
         for length in lengths:
             unit = rng.choice([u for u in (1, 2, 3) if length % u == 0])
             copies = rng.choice([c for c in (1, 1, 2, p) if p % c == 0])
             padding = 0 if len(lengths) > 1 or rng.random() < 0.5 else -length % (unit * p)
-            made.append(tp_ext.Part(length, unit, copies=copies, padding=padding))
-        found.append((tp_ext.Sharding(dim, made), axis))
-    return found
+            cuts.append(tp_ext.Part(length, unit, copies=copies, padding=padding))
+        shardings.append((tp_ext.Sharding(dim, cuts), axis))
+    return shardings
 
 
 def draw(seed):
@@ -80,15 +80,15 @@ def draw(seed):
         whole, apart = (shape, lengths), {f"m{number}.w{i}": ((n, *shape[1:]), ()) for i, n in enumerate(lengths)}
         of_source = apart if kind == "joined" else {name: whole}
         of_target = {"split": apart, "renamed": {f"m{number}.v": whole}}.get(kind, {name: whole})
-        for side, held in ((source, of_source), (target, of_target)):
-            for one, (its_shape, parts) in held.items():
+        for side, entries in ((source, of_source), (target, of_target)):
+            for entry, (its_shape, parts) in entries.items():
                 stages = [rng.randrange(side.sizes[0])]
                 if side is target and rng.random() < 0.2:
                     stages = list(range(side.sizes[0]))
                 fused = kind == "split" and side is source
-                side.entries[one] = its_shape, stages, shardings_of(rng, its_shape, side.sizes, parts, fused)
+                side.entries[entry] = its_shape, stages, shardings_of(rng, its_shape, side.sizes, parts, fused)
         if kind == "split":
-            names |= {one: (name, i) for i, one in enumerate(apart)}
+            names |= {entry: (name, i) for i, entry in enumerate(apart)}
         elif kind == "joined":
             names[name] = list(apart)
         elif kind == "renamed":
@@ -111,15 +111,15 @@ def fulls(seed, source, dtype):
 
 def full_of(name, target, names, full, source):
     """The full tensor that a target's entry gets, by names."""
-    given = names.get(name, name)
+    value = names.get(name, name)
 
-    def part(one):
-        if isinstance(one, str):
-            return full[source.tied.get(one, one)]
-        sharding = next(s for s, _ in source.entries[one[0]][2] if s.dim == 0)
-        return full[one[0]].split([p.size for p in sharding.parts])[one[1]]
+    def part(source_name):
+        if isinstance(source_name, str):
+            return full[source.tied.get(source_name, source_name)]
+        sharding = next(s for s, _ in source.entries[source_name[0]][2] if s.dim == 0)
+        return full[source_name[0]].split([p.size for p in sharding.parts])[source_name[1]]
 
-    return torch.cat([part(one) for one in given]) if isinstance(given, list) else part(given)
+    return torch.cat([part(source_name) for source_name in value]) if isinstance(value, list) else part(value)
 
 
 def layouts_on(rank, side, mesh):

@@ -111,11 +111,11 @@ def _survivors(backend, point, atomic):
         processes = [context.Process(target=_worker, args=args, daemon=True) for _ in range(P)]
         for process in processes:
             process.start()
-        found = [queue.get(timeout=60) for _ in range(P - 1)]
+        reports = [queue.get(timeout=60) for _ in range(P - 1)]
         for process in processes:
             process.join(20)
             process.kill()
-    return {rank: rest for rank, *rest in found}
+    return {rank: rest for rank, *rest in reports}
 
 
 POINTS = [
@@ -137,21 +137,21 @@ CASES = [
 
 @pytest.mark.parametrize(("point", "backend"), CASES)
 def test_a_rank_is_killed_at_any_point(point, backend):
-    found = _survivors(backend, point, True)
-    assert set(found) == set(range(P)) - {VICTIM}
-    ended = {lost is None or installed for lost, installed, _, _ in found.values()}
-    assert len(ended) == 1, found
-    for rank, (lost, installed, values, took) in found.items():
-        assert lost in (None, (VICTIM,)), found
+    survivors = _survivors(backend, point, True)
+    assert set(survivors) == set(range(P)) - {VICTIM}
+    ended = {lost is None or installed for lost, installed, _, _ in survivors.values()}
+    assert len(ended) == 1, survivors
+    for rank, (lost, installed, values, took) in survivors.items():
+        assert lost in (None, (VICTIM,)), survivors
         # One that saw all confirm needs no other
-        assert lost is not None or point[0].startswith("after all") or point[0].startswith("after it"), found
+        assert lost is not None or point[0].startswith("after all") or point[0].startswith("after it"), survivors
         if rank:
-            assert values == [2.0 if lost is None or installed else 1.0], found
+            assert values == [2.0 if lost is None or installed else 1.0], survivors
         assert took < TIMEOUT + 4
     if "bucket" in point[0] or point[0] == "before it confirms":
         assert ended == {False}
 
 
 def test_without_atomic_the_error_says_that_the_target_is_mixed():
-    found = _survivors("gloo", ("after bucket", 2), False)
-    assert {lost for lost, *_ in found.values()} == {(VICTIM,)}
+    survivors = _survivors("gloo", ("after bucket", 2), False)
+    assert {lost for lost, *_ in survivors.values()} == {(VICTIM,)}

@@ -13,15 +13,15 @@ def _lacking(source, target, names, full, mine, theirs):
     """The number of elements of this rank's target that its source does not hold, tied ones once: by sets of values,
     each element of the source having one of its own."""
     start, ids = 0, {}
-    for name, one in full.items():
-        ids[name] = torch.arange(start, start + one.numel()).view(one.shape) + 1
-        start += one.numel()
-    held = {int(v) for name, layout in mine.items() for v in layout.shard(ids[name]).flatten() if v}
+    for name, tensor in full.items():
+        ids[name] = torch.arange(start, start + tensor.numel()).view(tensor.shape) + 1
+        start += tensor.numel()
+    present = {int(v) for name, layout in mine.items() for v in layout.shard(ids[name]).flatten() if v}
     needed = set()
     for name, layout in theirs.items():
         whole = drawn.full_of(name, target, names, ids, source)
         needed |= {int(v) for v in layout.shard(whole).flatten() if v}
-    return len(needed - held)
+    return len(needed - present)
 
 
 def _pair(group, seed, options):
@@ -39,7 +39,7 @@ def _pair(group, seed, options):
             with torch.no_grad():
                 for name, layout in mine.items():
                     a.get_parameter(name).copy_(layout.shard(full[name] * 3))
-            full = {name: one * 3 for name, one in full.items()}
+            full = {name: tensor * 3 for name, tensor in full.items()}
         moved = plan.run(check=bool(turn))
         for name, layout in theirs.items():
             expected = layout.shard(drawn.full_of(name, target, names, full, source).to(dtypes[1]))
@@ -82,6 +82,6 @@ def test_later_runs_send_buckets_and_a_confirmation_in_bounded_memory(atomic):
     for moved, total, kinds, most in simulated.run(_measured, 2, atomic):
         assert moved == (2048, 2048, 2048) and total == 4096
         assert kinds == {"all_to_all": 2048 // 512, "all_reduce": 1}
-        held = 2048 if atomic else 512
+        bytes_of_buckets = 2048 if atomic else 512
         flag = 8 + 8  # the number of the confirmation, and its copy
-        assert held <= most <= held + 512 + flag
+        assert bytes_of_buckets <= most <= bytes_of_buckets + 512 + flag

@@ -60,26 +60,26 @@ def _trained(layout, steps, seed=1, **options):
 
 def _tensors(module, optimizer):
     """The local tensors of parameters, buffers and states, by name and place."""
-    state, found = tp_ext.sharded_state_dict(module, optimizer), {}
+    state, tensors = tp_ext.sharded_state_dict(module, optimizer), {}
     for kind in ("model", "optimizer"):
         for name, value in state[kind].items():
             if isinstance(value, torch.Tensor):
-                held = getattr(value, "local_chunks", [((), value, True)])
-                found |= {(kind, name, offsets): tensor.clone() for offsets, tensor, _ in held}
-    return found
+                chunks = getattr(value, "local_chunks", [((), value, True)])
+                tensors |= {(kind, name, offsets): tensor.clone() for offsets, tensor, _ in chunks}
+    return tensors
 
 
 def _numbers(module, optimizer):
     """name -> the elements that this rank holds, parameters under all tied names once, and the bytes of each."""
-    found = {}
+    numbers = {}
     for (kind, name, offsets), tensor in _tensors(module, optimizer).items():
         name = name.replace("head.weight", "embedding.weight")
         grid = [range(start, start + size) for start, size in zip(offsets, tensor.shape, strict=False)]
         index = {()} if not grid else set(torch.cartesian_prod(*map(torch.tensor, grid)).view(-1, len(grid)).unbind())
-        found.setdefault((kind, name), (set(), tensor.element_size()))[0].update(
+        numbers.setdefault((kind, name), (set(), tensor.element_size()))[0].update(
             tuple(i.tolist()) if grid else () for i in index
         )
-    return found
+    return numbers
 
 
 def _moved(group, layouts, folder, options):
@@ -91,12 +91,12 @@ def _moved(group, layouts, folder, options):
     tp_ext.load_checkpoint(folder / "checkpoint", *loaded)
     plan = tp_ext.refit.plan(source[0], target[0], optimizers=(source[1], target[1]))
     moved = plan.run(check=True)
-    ours, theirs = _tensors(*target), _tensors(*loaded)
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
+    ours, checkpoint = _tensors(*target), _tensors(*loaded)
+    assert ours.keys() == checkpoint.keys()
+    for key, value in checkpoint.items():
         assert torch.equal(ours[key], value), key
-    held, needed = _numbers(*source), _numbers(*target)
-    least = sum(len(elements - held.get(key, (set(), 0))[0]) * size for key, (elements, size) in needed.items())
+    present, needed = _numbers(*source), _numbers(*target)
+    least = sum(len(elements - present.get(key, (set(), 0))[0]) * size for key, (elements, size) in needed.items())
     assert moved.received == least
     return plan.bytes, moved
 

@@ -70,18 +70,18 @@ def test_rectangles_by_sets_of_elements():
         return Rectangle((rng.randint(0, 5), rng.randint(0, 5)), (rng.randint(1, 5), rng.randint(1, 5)))
 
     for _ in range(300):
-        one, other = drawn(), drawn()
-        common = intersection(one, other)
-        assert (set() if common is None else _points(common)) == _points(one) & _points(other)
+        first, second = drawn(), drawn()
+        common = intersection(first, second)
+        assert (set() if common is None else _points(common)) == _points(first) & _points(second)
         if common is not None:
-            rest = list(difference(one, common))
-            assert sum(part.numel for part in rest) == one.numel - common.numel
-            assert set().union(*map(_points, rest)) == _points(one) - _points(common)
-        held = {drawn(): (rank,) for rank in range(4)}
-        for rectangle, (rank,) in held.items():
-            parts = [_points(cell) for cell, holders in cells(held) if rank in holders]
+            rest = list(difference(first, common))
+            assert sum(part.numel for part in rest) == first.numel - common.numel
+            assert set().union(*map(_points, rest)) == _points(first) - _points(common)
+        holders_of = {drawn(): (rank,) for rank in range(4)}
+        for rectangle, (rank,) in holders_of.items():
+            parts = [_points(cell) for cell, holders in cells(holders_of) if rank in holders]
             assert set().union(*parts) == _points(rectangle) and sum(map(len, parts)) == rectangle.numel
         most = rng.randint(1, 8)
-        parts = list(split(one, most))
-        assert all(part.numel <= most for part in parts) and sum(part.numel for part in parts) == one.numel
-        assert set().union(*map(_points, parts)) == _points(one)
+        parts = list(split(first, most))
+        assert all(part.numel <= most for part in parts) and sum(part.numel for part in parts) == first.numel
+        assert set().union(*map(_points, parts)) == _points(first)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tests.shm.backends import group_of, launch, results, start, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -42,7 +42,9 @@ def test_subgroups_of_one_two_and_three(backend):
         assert sums == {m: float(sum(10**r for r in m)) for m in sums} and all(rank in m for m in sums)
 
 
-def _alone(world, backend):
+@tp_shm_and_gloo
+@on_all(2)
+def test_a_group_of_one(world, backend):
     """In a group of one everything is a copy."""
     groups = [group_of(backend, (rank,)) for rank in range(world.size())]
     group, x = groups[world.rank()], torch.arange(6.0)
@@ -64,11 +66,6 @@ def _alone(world, backend):
     dist.barrier(group=group)
 
 
-@tp_shm_and_gloo
-def test_a_group_of_one(backend):
-    run(_alone, 2, backend)
-
-
 def _again(world, backend, count):
     """Groups come and go; what is left of them is counted."""
     files = len(os.listdir("/proc/self/fd"))
@@ -85,7 +82,9 @@ def test_groups_come_and_go(backend):
         assert files <= 4 or backend == "gloo"
 
 
-def _many(world, backend, count):
+@tp_shm_and_gloo
+@on_all(2, count=20)
+def test_many_groups_at_once(world, backend, count):
     groups = [dist.new_group(backend=backend) for _ in range(count)]
     for turn in range(2):
         for i, group in enumerate(groups):
@@ -95,11 +94,8 @@ def _many(world, backend, count):
 
 
 @tp_shm_and_gloo
-def test_many_groups_at_once(backend):
-    run(_many, 2, backend, 20)
-
-
-def _unused(world, backend):
+@on_all(3)
+def test_groups_that_are_hardly_used(world, backend):
     """A group that is destroyed without one call, and one that only a few ranks ever use."""
     unused, group = dist.new_group(backend=backend), dist.new_group(backend=backend)
     dist.barrier(world)  # with gloo others may still be connecting when new_group has returned here
@@ -108,11 +104,6 @@ def _unused(world, backend):
         x = torch.ones(1)
         (dist.send if world.rank() == 0 else dist.recv)(x, 1 - world.rank(), group=group)
     dist.destroy_process_group(group)
-
-
-@tp_shm_and_gloo
-def test_groups_that_are_hardly_used(backend):
-    run(_unused, 3, backend)
 
 
 def _halves(world, backend):
@@ -131,18 +122,15 @@ def test_new_subgroups(backend):
 # Attributes
 
 
-def _attributes(world, backend):
+@tp_shm_and_gloo
+@on_all(2)
+def test_the_attributes_of_a_group(world, backend):
     group = group_of(backend)
     own = group._get_backend(torch.device("cpu"))
     assert own.name() == backend and own.size() == world.size() and own.rank() == world.rank()
     assert group.group_name and dist.get_process_group_ranks(group) == list(range(world.size()))
     assert backend in repr(dist.get_backend_config(group))
     assert not own.supports_splitting or backend == "gloo"
-
-
-@tp_shm_and_gloo
-def test_the_attributes_of_a_group(backend):
-    run(_attributes, 2, backend)
 
 
 def test_the_backend_is_registered_for_the_cpu():

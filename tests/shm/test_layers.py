@@ -7,13 +7,16 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dist_nn
 
 import tp_ext
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tests.shm.backends import group_of, of_all, same, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
 
 
-def _functional(world, backend):
+@tp_shm_and_gloo
+@pytest.mark.parametrize("p", [2, 3])
+@on_all()
+def test_functional_collectives(world, backend):
     group, p, rank = group_of(backend), world.size(), world.rank()
     xs = of_all(p, (2 * p, 3), torch.float64)
     x, total = xs[rank], sum(xs)
@@ -32,13 +35,10 @@ def _functional(world, backend):
         same(funcol.wait_tensor(y), torch.stack(xs).amax(0) + i)
 
 
-@tp_shm_and_gloo
-@pytest.mark.parametrize("p", [2, 3])
-def test_functional_collectives(p, backend):
-    run(_functional, p, backend)
-
-
-def _compiled(world, backend, compiler):
+# tests/training/test_compile.py compiles a block with inductor, which does not know the backend
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@on_all(2, backend="tp_shm")
+def test_compiled(world, backend, compiler):
     group, p, rank = group_of(backend), world.size(), world.rank()
     xs = [x.requires_grad_() for x in of_all(p, (2 * p, 3), torch.float64)]
     x = xs[rank]
@@ -55,13 +55,9 @@ def _compiled(world, backend, compiler):
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], gradient, rtol=1e-14, atol=1e-14)
 
 
-# tests/training/test_compile.py compiles a block with inductor, which does not know the backend
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_compiled(compiler):
-    run(_compiled, 2, "tp_shm", compiler)
-
-
-def _differentiable(world, backend):
+@pytest.mark.parametrize("p", [2, 3])
+@on_all(backend="tp_shm")
+def test_differentiable_collectives(world, backend):
     """torch.distributed.nn.functional: the loss is a sum over ranks of weighted outputs."""
     group, p, rank = group_of(backend), world.size(), world.rank()
     x = torch.arange(2.0 * p).double().add(rank).requires_grad_()
@@ -84,11 +80,6 @@ def _differentiable(world, backend):
     y = dist_nn.broadcast(x, 0, group=group)
     (gradient,) = torch.autograd.grad((y * weights[rank]).sum(), x)
     same(gradient, sum(weights) if rank == 0 else torch.zeros(2 * p, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("p", [2, 3])
-def test_differentiable_collectives(p):
-    run(_differentiable, p, "tp_shm")
 
 
 # Our own layers

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -79,7 +79,10 @@ def test_fsdp2_training_and_its_checkpoint(p, backend, tmp_path):
     run(_fsdp, p, backend, str(tmp_path / "saved"))
 
 
-def _dtensors(world, backend):
+@tp_shm_and_gloo
+@pytest.mark.parametrize("p", [2, 3])
+@on_all()
+def test_dtensor(world, backend):
     mesh, p = _mesh(backend), world.size()
     full = torch.arange(7 * 5, dtype=torch.float64).view(7, 5)  # no p divides it
     for before in (Shard(0), Shard(1), Replicate()):
@@ -94,12 +97,8 @@ def _dtensors(world, backend):
 
 
 @tp_shm_and_gloo
-@pytest.mark.parametrize("p", [2, 3])
-def test_dtensor(p, backend):
-    run(_dtensors, p, backend)
-
-
-def _parallelized(world, backend):
+@on_all(2)
+def test_parallelize_module(world, backend):
     mesh = _mesh(backend)
     torch.manual_seed(0)
     dense = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)).double()
@@ -111,15 +110,13 @@ def _parallelized(world, backend):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-12, atol=1e-13)
 
 
-@tp_shm_and_gloo
-def test_parallelize_module(backend):
-    run(_parallelized, 2, backend)
-
-
 # Pipelines
 
 
-def _pipelined(world, backend, schedule):
+@tp_shm_and_gloo
+@pytest.mark.parametrize("p, schedule", [(2, ScheduleGPipe), (3, Schedule1F1B)], ids=["gpipe", "1f1b"])
+@on_all()
+def test_pipelines(world, backend, schedule):
     """One stage per rank, more microbatches than stages: loss and gradients of the unsplit model."""
     p, rank = world.size(), world.rank()
     torch.manual_seed(2)
@@ -147,12 +144,8 @@ def _pipelined(world, backend, schedule):
 
 
 @tp_shm_and_gloo
-@pytest.mark.parametrize("p, schedule", [(2, ScheduleGPipe), (3, Schedule1F1B)], ids=["gpipe", "1f1b"])
-def test_pipelines(p, schedule, backend):
-    run(_pipelined, p, backend, schedule)
-
-
-def _two_dimensions(world, backend):
+@on_all(4)
+def test_a_mesh_of_two_dimensions(world, backend):
     """FSDP2 along one axis of a mesh of 2 x 2, sums along the other: four small groups of one backend."""
     rank = world.rank()
     axes = [(0, 2), (1, 3)], [(0, 1), (2, 3)]
@@ -168,8 +161,3 @@ def _two_dimensions(world, backend):
         gradient = param.grad.full_tensor()
         dist.all_reduce(gradient, dist.ReduceOp.AVG, group=mesh.get_group("tp"))
         torch.testing.assert_close(gradient, wanted.grad, rtol=0, atol=1e-13)
-
-
-@tp_shm_and_gloo
-def test_a_mesh_of_two_dimensions(backend):
-    run(_two_dimensions, 4, backend)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tests.shm.backends import DTYPES, both_backends, group_of, same, values
 
 pytestmark = pytest.mark.core
@@ -176,7 +176,10 @@ def test_many_messages_waited_for_from_the_last(backend):
     run(_many, 2, backend, 500)
 
 
-def _large(world, backend, n):
+@both_backends
+@pytest.mark.parametrize("n", [65_536, 1_048_577, 5_000_011])
+@on_all(2)
+def test_large_messages(world, backend, n):
     group, rank = group_of(backend), world.rank()
     x = torch.arange(n, dtype=torch.int32) if rank == 0 else torch.empty(n, dtype=torch.int32)
     if rank == 0:
@@ -184,12 +187,6 @@ def _large(world, backend, n):
     else:
         dist.recv(x, 0, group=group)
         same(x, torch.arange(n, dtype=torch.int32))
-
-
-@both_backends
-@pytest.mark.parametrize("n", [65_536, 1_048_577, 5_000_011])
-def test_large_messages(n, backend):
-    run(_large, 2, backend, n)
 
 
 def _buffer_after_wait(world, backend):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -103,7 +103,9 @@ def test_while_its_rank_is_blocked_elsewhere(n, blocking, backend):
     run(_blocked, 2, backend, KINDS if n == 3 else ["all_reduce", "all_to_all"], n, blocking, timeout=20)
 
 
-def _crossed(world, backend):
+@tp_shm_and_gloo
+@on_all(2, timeout=20)
+def test_works_of_two_groups_waited_for_crosswise(world, backend):
     """Each rank waits for the work that the other issued last."""
     first, second, rank = group_of(backend), group_of(backend, None, "other"), world.rank()
     for n in (3, LARGE):
@@ -114,11 +116,8 @@ def _crossed(world, backend):
 
 
 @tp_shm_and_gloo
-def test_works_of_two_groups_waited_for_crosswise(backend):
-    run(_crossed, 2, backend, timeout=20)
-
-
-def _long_ago(world, backend):
+@on_all(2)
+def test_a_work_waited_for_long_after_later_ones(world, backend):
     """Nobody looks at a work until long after all others."""
     group, rank = group_of(backend), world.rank()
     old = _issue("all_to_all", group, rank, 1000)
@@ -126,8 +125,3 @@ def _long_ago(world, backend):
         dist.all_reduce(torch.ones(1), group=group)
     old[0].wait()
     assert old[1]()
-
-
-@tp_shm_and_gloo
-def test_a_work_waited_for_long_after_later_ones(backend):
-    run(_long_ago, 2, backend)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import RankError, run
+from tests.helpers.ranks import RankError, on_all, run
 from tests.shm.backends import collective, group_of, launch, results, start, timed_error, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -58,7 +58,9 @@ def test_a_wait_with_its_own_timeout(backend):
     assert run(_patient, 2, backend) == [[2.0] * 5] * 2
 
 
-def _slower_than_nothing(world, backend):
+@tp_shm_and_gloo
+@on_all(3)
+def test_a_rank_that_is_late_in_time(world, backend):
     """A rank that comes late, but in time."""
     group, rank = group_of(backend), world.rank()
     for late in range(world.size()):
@@ -66,11 +68,6 @@ def _slower_than_nothing(world, backend):
             time.sleep(0.2)
         dist.all_reduce(x := torch.ones(1), group=group)
         assert x.item() == world.size()
-
-
-@tp_shm_and_gloo
-def test_a_rank_that_is_late_in_time(backend):
-    run(_slower_than_nothing, 3, backend)
 
 
 def _alone(rank, p, folder, backend):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import run
+from tests.helpers.ranks import on_all, run
 from tests.shm.backends import group_of, of_all, same, tp_shm_and_gloo, values
 
 pytestmark = pytest.mark.core
@@ -165,7 +165,9 @@ def test_works_that_are_dropped(p, backend):
 # Several groups
 
 
-def _interleaved(world, backend, rounds):
+@tp_shm_and_gloo
+@on_all(3, rounds=50)
+def test_groups_interleaved(world, backend, rounds):
     """Three groups over the same ranks; works of all of them in flight, waited for in another order on each rank."""
     groups = [group_of(backend, None, str(i)) for i in range(3)]
     p, rank = world.size(), world.rank()
@@ -180,11 +182,8 @@ def _interleaved(world, backend, rounds):
 
 
 @tp_shm_and_gloo
-def test_groups_interleaved(backend):
-    run(_interleaved, 3, backend, 50)
-
-
-def _order_of_groups(world, backend):
+@on_all(2)
+def test_groups_in_another_order_on_each_rank(world, backend):
     """Two groups called in opposite orders by the ranks: works are independent from group to group."""
     groups = [group_of(backend, None, str(i)) for i in range(2)]
     rank = world.rank()
@@ -198,11 +197,8 @@ def _order_of_groups(world, backend):
 
 
 @tp_shm_and_gloo
-def test_groups_in_another_order_on_each_rank(backend):
-    run(_order_of_groups, 2, backend)
-
-
-def _threads(world, backend, rounds):
+@on_all(3, rounds=60)
+def test_threads_with_a_group_each(world, backend, rounds):
     """Each thread has a group of its own; nothing orders the threads, and the ranks' threads differ in speed."""
     p, rank = world.size(), world.rank()
     groups = [group_of(backend, None, f"thread {i}") for i in range(4)]
@@ -226,11 +222,6 @@ def _threads(world, backend, rounds):
     for thread in threads:
         thread.join()
     assert not wrong, wrong[0]
-
-
-@tp_shm_and_gloo
-def test_threads_with_a_group_each(backend):
-    run(_threads, 3, backend, 60)
 
 
 def _read_after_wait(world, backend):

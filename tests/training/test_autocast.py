@@ -72,7 +72,9 @@ def test_blocks_and_the_gpt(p, low):
         assert_parity(_autocast_step, name, p, True, want, (p + 24) * LOW[low], low)
 
 
-def _nested(group, sp):
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
+@ranks.on_all(2)
+def test_nested_disabled_and_uncached(group, sp):
     for name in CASES:
         module = build(name, group, sp, torch.float32)
         want = outcome(name, module, group, sp)
@@ -90,11 +92,6 @@ def _nested(group, sp):
         assert same(outcome(name, module, group, sp), want), f"{name}: after all"
         keep = ("embedding", "rms_norm", "layer_norm", "dropout", "block", "rich_block")  # the blocks by their residual
         assert (bf16[0].dtype, fp16[0].dtype) == ((torch.float32,) * 2 if name in keep else tuple(LOW)), name
-
-
-@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-def test_nested_disabled_and_uncached(sp):
-    ranks.run(_nested, 2, sp)
 
 
 def _low_module(group, name, sp, low):
@@ -116,7 +113,9 @@ def test_modules_that_are_low_themselves(p, sp, low):
         assert_parity(_low_module, name, p, sp, want, (p + 30) * LOW[low], low)
 
 
-def _made(group, low):
+@pytest.mark.parametrize("low", [*LOW, torch.float32], ids=str)
+@ranks.on_all(2)
+def test_dtype_at_construction(group, low):
     """dtype= at construction is the rounded fp32 weight, and what .to(dtype) gives."""
     for make in (
         lambda **k: tp_ext.ColumnParallelLinear(HIDDEN, FFN, **k),
@@ -134,8 +133,3 @@ def _made(group, low):
         cast = make(group=group).to(low)
         for (name, a), b in zip(made.named_parameters(), cast.parameters(), strict=True):
             assert a.dtype == low and torch.equal(a, b), (type(made).__name__, name)
-
-
-@pytest.mark.parametrize("low", [*LOW, torch.float32], ids=str)
-def test_dtype_at_construction(low):
-    ranks.run(_made, 2, low)

@@ -59,7 +59,11 @@ def _hooked(module, call):
 WRAPS = {"anomaly": _anomaly, "save_on_cpu": _offloaded, "packed": _own_storage, "set_grad_enabled": _enabled}
 
 
-def _wrapped(group, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2])
+@ranks.on_all()
+def test_the_same_bits_whatever_hangs_on_it(group, sp):
     for name in CASES:
         module = build(name, group, sp)
         call, want = caller(name, module), outcome(name, module, group, sp)
@@ -67,14 +71,9 @@ def _wrapped(group, sp):
             assert same(outcome(name, module, group, sp, wrap(module, call)), want), f"{name}: {how}"
 
 
-@pytest.mark.thinned(1)
 @BOTH
-@pytest.mark.parametrize("p", [1, 2])
-def test_the_same_bits_whatever_hangs_on_it(p, sp):
-    ranks.run(_wrapped, p, sp)
-
-
-def _seen_by_hooks(group, sp):
+@ranks.on_all(2)
+def test_module_hooks_see_the_gradients(group, sp):
     """A full backward hook sees the gradients of the module's input and output."""
     for name in ("column", "row", "mlp", "attention_mqa", "layer_norm", "rich_block"):
         module = build(name, group, sp)
@@ -86,12 +85,11 @@ def _seen_by_hooks(group, sp):
         assert torch.equal(got_dy, own_upstream(name, module, group, sp)), name
 
 
+@pytest.mark.thinned(1)
 @BOTH
-def test_module_hooks_see_the_gradients(sp):
-    ranks.run(_seen_by_hooks, 2, sp)
-
-
-def _without_graph(group, sp):
+@pytest.mark.parametrize("p", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@ranks.on_all()
+def test_no_grad_and_inference_mode(group, sp):
     for name in CASES:
         module = build(name, group, sp)
         want = outcome(name, module, group, sp)[0]
@@ -108,14 +106,9 @@ def _without_graph(group, sp):
         assert torch.equal(y, want) and not y.requires_grad, name
 
 
-@pytest.mark.thinned(1)
-@BOTH
-@pytest.mark.parametrize("p", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_no_grad_and_inference_mode(p, sp):
-    ranks.run(_without_graph, p, sp)
-
-
-def _backward_again(group, sp):
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
+@ranks.on_all(2)
+def test_retain_graph_partial_backwards_and_zero_grad(group, sp):
     """retain_graph: the second backward adds the same bits once more; backward for some inputs only."""
     for name, case in CASES.items():
         module = build(name, group, sp)
@@ -144,15 +137,14 @@ def _backward_again(group, sp):
         assert same([y.detach(), x.grad, *(q.grad for q in params)], want), name
 
 
-@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-def test_retain_graph_partial_backwards_and_zero_grad(sp):
-    ranks.run(_backward_again, 2, sp)
-
-
 # Hooks on parameters
 
 
-def _parameter_hooks(group, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2, 4])
+@ranks.on_all()
+def test_parameter_hooks_see_the_complete_gradient_once(group, sp):
     """Each is called once per parameter, with the gradient that is there afterwards: sums over copies, ranks and uses
     have been made."""
     for name in CASES:
@@ -172,14 +164,9 @@ def _parameter_hooks(group, sp):
         [handle.remove() for handle in handles]
 
 
-@pytest.mark.thinned(1)
 @BOTH
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_parameter_hooks_see_the_complete_gradient_once(p, sp):
-    ranks.run(_parameter_hooks, p, sp)
-
-
-def _scaling_hook(group, sp):
+@ranks.on_all(2)
+def test_parameter_hooks_may_change_the_gradient(group, sp):
     """A hook that changes the gradient: what it returns is what is stored."""
     for name in ("mlp", "attention_mqa", "layer_norm", "gpt"):
         module = build(name, group, sp)
@@ -188,11 +175,6 @@ def _scaling_hook(group, sp):
         got = outcome(name, module, group, sp)
         [handle.remove() for handle in handles]
         assert same(got, [*want[:2], *(3 * g for g in want[2:])]), name
-
-
-@BOTH
-def test_parameter_hooks_may_change_the_gradient(sp):
-    ranks.run(_scaling_hook, 2, sp)
 
 
 # Second derivatives

@@ -89,7 +89,9 @@ def test_compilations_stay_few():
 # What else is on while compiling
 
 
-def _together(group, sp):
+@MOSTLY_SP
+@ranks.on_all(2, timeout=240)
+def test_with_autocast_checkpointing_and_module_compile(group, sp):
     """Autocast, activation checkpointing and one compilation per block (nn.Module.compile) in one training step."""
     torch._dynamo.reset()
     model = checkpointed(gpt(group, sp, num_layers=1))
@@ -109,11 +111,6 @@ def _together(group, sp):
     for result in (got, _step(model, loss, ids, target)):
         assert [t.dtype for t in result] == [t.dtype for t in want]
         _close(result, want, 2**-8)  # the same operators in bf16, perhaps fused casts
-
-
-@MOSTLY_SP
-def test_with_autocast_checkpointing_and_module_compile(sp):
-    ranks.run(_together, 2, sp, timeout=240)
 
 
 def _inductor(group, sp, eager_random, compiling=True):

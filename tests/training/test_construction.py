@@ -27,7 +27,11 @@ def _reset(model):
             module.reset_parameters()
 
 
-def _meta(group, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2, 4])
+@ranks.on_all()
+def test_from_meta_as_constructed_directly(group, sp):
     for name in CASES:
         direct = build(name, group, sp, torch.float32)
         before = torch.random.get_rng_state()
@@ -48,14 +52,9 @@ def _meta(group, sp):
             assert param.tp_sharding == sharding, f"{name}: {key}"
 
 
-@pytest.mark.thinned(1)
-@BOTH
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_from_meta_as_constructed_directly(p, sp):
-    ranks.run(_meta, p, sp)
-
-
-def _meta_init(group):
+@ranks.on_all(2)
+def test_own_initialisers_wait_for_memory(group):
+    """A meta module makes no full tensor, and draws nothing."""
     made = []
 
     def init(full):
@@ -69,11 +68,6 @@ def _meta_init(group):
     torch.manual_seed(1)
     direct = tp_ext.ColumnParallelLinear(HIDDEN, FFN, group=group, init=init)
     assert made == ["cpu", "cpu"] and torch.equal(layer.weight, direct.weight) and torch.equal(layer.bias, direct.bias)
-
-
-def test_own_initialisers_wait_for_memory():
-    """A meta module makes no full tensor, and draws nothing."""
-    ranks.run(_meta_init, 2)
 
 
 # Copies
@@ -114,7 +108,9 @@ def _loaded(module, state):
     return module
 
 
-def _copied(group, sp):
+@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
+@ranks.on_all(2, timeout=120)
+def test_copies_compute_the_same_and_train_independently(group, sp):
     for name in CASES:
         module = build(name, group, sp)
         want = outcome(name, module, group, sp)
@@ -131,11 +127,6 @@ def _copied(group, sp):
         for m in (module, twice):
             _train(m, name, group, sp)
         assert same(outcome(name, twice, group, sp), outcome(name, module, group, sp)), name
-
-
-@pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-def test_copies_compute_the_same_and_train_independently(sp):
-    ranks.run(_copied, 2, sp, timeout=120)
 
 
 def _swapped(group, what):
@@ -182,7 +173,8 @@ def test_averaged_models(p, sp):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def _vector(group):
+@ranks.on_all(2)
+def test_parameters_to_vector_and_back(group):
     for name in CASES:
         module = build(name, group, False)
         want = outcome(name, module, group, False)
@@ -194,10 +186,6 @@ def _vector(group):
         vector_to_parameters(vector, module.parameters())
         assert same(outcome(name, module, group, False), want), name
         assert dict(tp_ext.shardings(module)) == dict(tp_ext.shardings(build(name, group, False)))
-
-
-def test_parameters_to_vector_and_back():
-    ranks.run(_vector, 2)
 
 
 # Ties

@@ -126,7 +126,9 @@ def _compare(make, tp, parts, mine, over, bound):
         torch.testing.assert_close(dict(state), want_state, rtol=bound, atol=bound)
 
 
-def _stages(group, names):
+@ranks.on_all(4, names=STAGES)
+def test_every_stage_trains_as_one_process(group, names):
+    """Two microbatches a step, of which the first reduces nothing; the ranks have unequal numbers of tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for stage in names:
         bound = 1e-4 if stage == "mixed" else 1e-11
@@ -134,12 +136,8 @@ def _stages(group, names):
         _compare(lambda m, s=stage: staged(m, s, mesh["dp"]), mesh["tp"], [0, 1], own, mesh["dp"], bound)
 
 
-def test_every_stage_trains_as_one_process():
-    """Two microbatches a step, of which the first reduces nothing; the ranks have unequal numbers of tokens."""
-    ranks.run(_stages, 4, STAGES)
-
-
-def _hsdp(group):
+@ranks.on_all(4)
+def test_hsdp_trains_as_one_process(group):
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]
 
@@ -148,10 +146,6 @@ def _hsdp(group):
         return model, fused(model)
 
     _compare(make, mesh["tp"], [0, 1, 2, 3], [group.rank()], group, 1e-11)
-
-
-def test_hsdp_trains_as_one_process():
-    ranks.run(_hsdp, 4)
 
 
 def local_bytes(tensors):

@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:There is a pe
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
 
-def _called(group, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2, 4])
+@ranks.on_all()
+def test_functional_call_ties_and_all(group, sp):
     """Values of another module put in: its output, and gradients that go to them, not to the module's own."""
     for name, case in CASES.items():
         module = build(name, group, sp)
@@ -33,19 +37,16 @@ def _called(group, sp):
             assert torch.equal(values[key].grad, param.grad), f"{name}: {key}"
 
 
-@pytest.mark.thinned(1)
-@BOTH
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_functional_call_ties_and_all(p, sp):
-    ranks.run(_called, p, sp)
-
-
 # vmap runs an operator without a batching rule once per slice, collectives too: slow, and right
 
 BATCHED = ["column", "row", "mlp", "mlp_gated", "rms_norm", "layer_norm", "embedding", "head", "attention"]
 
 
-def _vmapped(group, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("p", [1, 2])
+@ranks.on_all()
+def test_vmap_over_inputs(group, sp):
     for name in BATCHED:
         module = build(name, group, sp)
         one = own_input(name, module, group, sp)
@@ -67,14 +68,8 @@ def _vmapped(group, sp):
             )
 
 
-@pytest.mark.thinned(1)
-@BOTH
-@pytest.mark.parametrize("p", [1, 2])
-def test_vmap_over_inputs(p, sp):
-    ranks.run(_vmapped, p, sp)
-
-
-def _ensemble(group):
+@ranks.on_all(2)
+def test_vmap_over_weights(group):
     """An ensemble of models, their weights stacked."""
     models = [build("mlp", group, False) for _ in range(3)]
     with torch.no_grad():
@@ -83,10 +78,6 @@ def _ensemble(group):
         x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
         got = vmap(lambda values: functional_call(models[0], (values, buffers), (x,)))(params)
         torch.testing.assert_close(got, torch.stack([m(x) for m in models]), rtol=1e-12, atol=1e-12)
-
-
-def test_vmap_over_weights():
-    ranks.run(_ensemble, 2)
 
 
 def _randomness(group):
@@ -118,7 +109,8 @@ def test_transforms_of_autograd_are_refused_before_anything_is_sent(name, how):
     ranks.run_raises(_transformed, 2, RuntimeError, message, name, how)
 
 
-def _forward_mode(group):
+@ranks.on_all(2)
+def test_forward_mode_of_linear_modules(group):
     """The tangent of a module that is linear in its input is its output without the bias."""
     for name in ("column", "row", "dropout", "head"):
         module = build(name, group, False)
@@ -132,7 +124,3 @@ def _forward_mode(group):
         y, tangent = jvp(seeded, (x,), (x,))
         torch.testing.assert_close(y, seeded(x))
         torch.testing.assert_close(tangent, seeded(x) - seeded(torch.zeros_like(x)))
-
-
-def test_forward_mode_of_linear_modules():
-    ranks.run(_forward_mode, 2)

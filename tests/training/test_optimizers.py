@@ -53,7 +53,11 @@ def test_every_implementation_trains_as_on_one_process(name, how, p, sp):
         assert replicated and all(torch.equal(value, results[0][2][key]) for key, value in replicated.items())
 
 
-def _in_backward(group, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("p", [2, 4])
+@ranks.on_all()
+def test_optimizer_in_backward(group, sp):
     """Each parameter is stepped and its gradient freed as soon as it is there (torch's tutorial of that name)."""
     plain, model = build("gpt", group, sp), build("gpt", group, sp)
     whole = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
@@ -79,12 +83,9 @@ def _in_backward(group, sp):
 
 @pytest.mark.thinned(1)
 @BOTH
-@pytest.mark.parametrize("p", [2, 4])
-def test_optimizer_in_backward(p, sp):
-    ranks.run(_in_backward, p, sp)
-
-
-def _accumulated(group, sp):
+@pytest.mark.parametrize("p", [1, 2, 4])
+@ranks.on_all()
+def test_microbatches_add_up_to_the_batch(group, sp):
     """Four microbatches, their losses divided by four, against all rows at once; nothing is dropped here."""
     torch.manual_seed(11)
     model = gpt(group, sp, dropout=0.0).double()
@@ -97,13 +98,6 @@ def _accumulated(group, sp):
             (model.loss(one_ids, one_target) / 4).backward()
         for (key, param), grad in zip(model.named_parameters(), want, strict=True):
             torch.testing.assert_close(param.grad, grad, rtol=1e-12, atol=1e-14, msg=lambda m, k=key: f"{k}: {m}")
-
-
-@pytest.mark.thinned(1)
-@BOTH
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_microbatches_add_up_to_the_batch(p, sp):
-    ranks.run(_accumulated, p, sp)
 
 
 def _groups(group, sp):

@@ -98,7 +98,9 @@ def test_full_state_dicts_load_at_any_p(how):
         assert all(ranks.run(_load, p, state, how))
 
 
-def _copied_and_reset(group):
+@ranks.on_all(2)
+def test_deepcopy_reset_parameters_and_removal(group):
+    """reset_parameters draws the parametrized weight and stores what makes it."""
     for name in ("column", "attention_mqa", "head"):
         module = _parametrized(name, group, False, "elementwise")
         want = outcome(name, module, group, False)
@@ -120,11 +122,6 @@ def _copied_and_reset(group):
                 parametrize.remove_parametrizations(layer, tensor)
         assert same(outcome(name, module, group, False)[:1], want[:1]), name
         assert all(".original" not in key for key, _ in tp_ext.shardings(module))
-
-
-def test_deepcopy_reset_parameters_and_removal():
-    """reset_parameters draws the parametrized weight and stores what makes it."""
-    ranks.run(_copied_and_reset, 2)
 
 
 # What is not a function of each shard on its own

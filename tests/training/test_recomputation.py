@@ -49,7 +49,10 @@ def _recomputed(call, how, saved=()):
     return lambda x: checkpoint(call, x, use_reentrant=False, **contexts)
 
 
-def _same_bits(group, sp):
+@BOTH
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@ranks.on_all()
+def test_the_same_bits_for_every_module(group, sp):
     for name, case in CASES.items():
         module = build(name, group, sp)
         call, want = caller(name, module), outcome(name, module, group, sp)
@@ -62,12 +65,8 @@ def _same_bits(group, sp):
 
 
 @BOTH
-@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_the_same_bits_for_every_module(p, sp):
-    ranks.run(_same_bits, p, sp)
-
-
-def _rng_state(group, sp):
+@ranks.on_all(2)
+def test_preserve_rng_state_replays_the_masks(group, sp):
     """preserve_rng_state=False: right without dropout; with it the masks of backward are others, as the user asked."""
     for name, case in CASES.items():
         module = build(name, group, sp)
@@ -77,11 +76,6 @@ def _rng_state(group, sp):
             return checkpoint(call, x, use_reentrant=False, preserve_rng_state=False)
 
         assert same(outcome(name, module, group, sp, once), want) == (not case.dropout), name
-
-
-@BOTH
-def test_preserve_rng_state_replays_the_masks(sp):
-    ranks.run(_rng_state, 2, sp)
 
 
 # What recomputation sends
@@ -136,21 +130,20 @@ def test_a_policy_that_saves_attention_computes_it_once(sp):
             assert list(counts.values()) == [times]
 
 
-def _saved_collectives(group, name, sp):
+@pytest.mark.thinned(1)
+@BOTH
+@pytest.mark.parametrize("name", ["column", "mlp_gated", "embedding", "head", "block", "gpt", "rich_block"])
+@ranks.on_all(2)
+def test_a_policy_that_saves_collectives_and_matmuls(group, name, sp):
     module = build(name, group, sp)
     want = outcome(name, module, group, sp)
     got = outcome(name, module, group, sp, _recomputed(caller(name, module), "selective", ["collective", "matmul"]))
     assert same(got, want)
 
 
-@pytest.mark.thinned(1)
 @BOTH
-@pytest.mark.parametrize("name", ["column", "mlp_gated", "embedding", "head", "block", "gpt", "rich_block"])
-def test_a_policy_that_saves_collectives_and_matmuls(name, sp):
-    ranks.run(_saved_collectives, 2, name, sp)
-
-
-def _sequential(group, sp):
+@ranks.on_all(2)
+def test_stacks_and_nested_checkpoints(group, sp):
     """checkpoint_sequential over a stack, and a checkpoint inside a checkpoint."""
     stack = torch.nn.Sequential(*(build("rich_block", group, sp) for _ in range(3)))
     x = torch.randn(6, 8, dtype=torch.float64)
@@ -172,8 +165,3 @@ def _sequential(group, sp):
         y.square().sum().backward()
         results.append([y.detach(), leaf.grad, *(q.grad for q in stack.parameters())])
     assert same(results[1], results[0]) and same(results[2], results[0])
-
-
-@BOTH
-def test_stacks_and_nested_checkpoints(sp):
-    ranks.run(_sequential, 2, sp)

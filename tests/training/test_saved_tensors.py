@@ -97,7 +97,9 @@ def test_nothing_is_saved_where_nothing_is_wanted(p, sp):
             assert biases == 0, name
 
 
-def _frozen_mid_training(group, sp):
+@BOTH
+@ranks.on_all(2)
+def test_requires_grad_may_change_between_steps(group, sp):
     """requires_grad_(False) after a step: the others' gradients stay the same bits, the frozen ones' stay away."""
     for name in sorted(CASES.keys() - {"embedding"}):  # which has one parameter only
         module = build(name, group, sp)
@@ -111,8 +113,3 @@ def _frozen_mid_training(group, sp):
             assert torch.equal(a, b) if i % 2 else a is None, (name, i)
         module.requires_grad_(True)
         assert same(outcome(name, module, group, sp), want), name
-
-
-@BOTH
-def test_requires_grad_may_change_between_steps(sp):
-    ranks.run(_frozen_mid_training, 2, sp)

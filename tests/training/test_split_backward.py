@@ -44,7 +44,10 @@ def _backward(name, module, group, sp, run):
     return [x.grad, *(p.grad for p in module.parameters())], ran
 
 
-def _in_halves(group, sp):
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("p", [1, 2])
+@ranks.on_all()
+def test_gradients_and_work_are_those_of_one_backward(group, sp):
     for name in NAMES:
         module = build(name, group, sp)
         tp_ext.uncoalesce_gradients(module)
@@ -54,12 +57,6 @@ def _in_halves(group, sp):
         assert {k: n for k, n in ran.items() if k not in NORMS} == {k: n for k, n in once.items() if k not in NORMS}, (
             name
         )
-
-
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("p", [1, 2])
-def test_gradients_and_work_are_those_of_one_backward(p, sp):
-    ranks.run(_in_halves, p, sp)
 
 
 def _another_gradient(group):
@@ -79,7 +76,12 @@ def test_only_the_same_gradient_is_taken():
         assert all(torch.equal(one, 2 * once) for one in twice)
 
 
-def _accumulated(group, name, sp, low_precision):
+@pytest.mark.parametrize("low_precision", [False, True])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("name", ["column", "row"])
+@ranks.on_all(2)
+def test_gradients_accumulated_into_main_grad(group, name, sp, low_precision):
+    """The second half, torch.autograd.grad, gets zeros for these weights, since it takes no missing gradient."""
     modules = {}
     for fused in (False, True):
         torch.manual_seed(3)
@@ -107,14 +109,6 @@ def _accumulated(group, name, sp, low_precision):
             else {"rtol": 0, "atol": 0.02 * float(param.grad.abs().max())}
         )
         torch.testing.assert_close(got.main_grad if param.dim() == 2 else got.grad, param.grad, **close)
-
-
-@pytest.mark.parametrize("low_precision", [False, True])
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("name", ["column", "row"])
-def test_gradients_accumulated_into_main_grad(name, sp, low_precision):
-    """The second half, torch.autograd.grad, gets zeros for these weights, since it takes no missing gradient."""
-    ranks.run(_accumulated, 2, name, sp, low_precision)
 
 
 def _coalesced(group):

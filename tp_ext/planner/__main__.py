@@ -38,16 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload = from_config(options.model, seq=options.seq)
         machine = cluster(options.device, options.gpus)
         fixed = _fixed(options.layout)
-        found = search(workload, machine, options.global_batch, fixed=fixed, objective=options.objective)
-        if not found.count:
+        layouts = search(workload, machine, options.global_batch, fixed=fixed, objective=options.objective)
+        if not layouts.count:
             raise ValueError(f"--layout: {options.layout!r} must leave a legal layout of {options.gpus} devices")
-        if found and options.draw:
-            found[0].draw(options.draw)
+        if layouts and options.draw:
+            layouts[0].draw(options.draw)
     except (TypeError, ValueError, OSError, ImportError) as error:
         print(f"python -m tp_ext.planner: {error}", file=sys.stderr)
         return 2
-    print(_json(found) if options.json else _table(workload, found))
-    return 0 if found else 1
+    print(_json(layouts) if options.json else _table(workload, layouts))
+    return 0 if layouts else 1
 
 
 def _fixed(text: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _fixed(text: str) -> dict[str, Any]:
         name, equals, values = part.partition("=")
         if not equals or not values:
             raise ValueError(f"--layout: {part!r} must be of the form name=value")
-        fixed[name.strip()] = [_value(one.strip()) for one in values.split("|")]
+        fixed[name.strip()] = [_value(text.strip()) for text in values.split("|")]
     return fixed
 
 
@@ -70,42 +70,43 @@ def _value(text: str) -> Any:
     return words[text] if text in words else int(text) if text.lstrip("-").isdecimal() else text
 
 
-def _table(workload: Workload, found: Found) -> str:
-    lines = [f"{workload.name}, {workload.parameters / 1e9:.2f} billion parameters; {found.count:,} layouts"]
-    if found:
+def _table(workload: Workload, layouts: Found) -> str:
+    lines = [f"{workload.name}, {workload.parameters / 1e9:.2f} billion parameters; {layouts.count:,} layouts"]
+    if layouts:
         lines.append(f"{'s a step':>10} {'tokens/s':>12} {'MFU':>6} {'GiB':>6} {'bubble':>7}  layout")
-        lines += [_line(one) for one in found]
-    if found.rejected:
-        layout, reason = next(iter(found.rejected.items()))
+        lines += [_line(prediction) for prediction in layouts]
+    if layouts.rejected:
+        layout, reason = next(iter(layouts.rejected.items()))
         lines.append(f"nearest of those that do not fit: {reason}: {layout}")
-        if not found:
-            nearest = predict(workload, found.cluster, layout, found.global_batch)
+        if not layouts:
+            nearest = predict(workload, layouts.cluster, layout, layouts.global_batch)
             lines.append(f"nothing fits; the nearest is {nearest.why()}")
     return "\n".join(lines)
 
 
-def _line(one: Prediction) -> str:
-    peak = max(memory.peak for memory in one.memory) / GIB
-    bubble = one.breakdown["bubble"] / one.step_time
+def _line(prediction: Prediction) -> str:
+    peak = max(memory.peak for memory in prediction.memory) / GIB
+    bubble = prediction.breakdown["bubble"] / prediction.step_time
     return (
-        f"{one.step_time:10.4g} {one.tokens_per_second:12,.0f} {one.mfu:6.1%} {peak:6.1f} {bubble:7.1%}  {one.layout}"
+        f"{prediction.step_time:10.4g} {prediction.tokens_per_second:12,.0f} {prediction.mfu:6.1%} {peak:6.1f} "
+        f"{bubble:7.1%}  {prediction.layout}"
     )
 
 
-def _json(found: Found) -> str:
+def _json(layouts: Found) -> str:
     rows = [
         {
-            "layout": json.loads(one.layout.to_json()),
-            "step_time": one.step_time,
-            "tokens_per_second": one.tokens_per_second,
-            "mfu": one.mfu,
-            "breakdown": one.breakdown,
-            "memory": [memory._asdict() for memory in one.memory],
+            "layout": json.loads(prediction.layout.to_json()),
+            "step_time": prediction.step_time,
+            "tokens_per_second": prediction.tokens_per_second,
+            "mfu": prediction.mfu,
+            "breakdown": prediction.breakdown,
+            "memory": [memory._asdict() for memory in prediction.memory],
         }
-        for one in found
+        for prediction in layouts
     ]
-    rejected = [{"layout": json.loads(layout.to_json()), "reason": why} for layout, why in found.rejected.items()]
-    return json.dumps({"count": found.count, "best": rows, "rejected": rejected[:10]}, indent=1)
+    rejected = [{"layout": json.loads(layout.to_json()), "reason": why} for layout, why in layouts.rejected.items()]
+    return json.dumps({"count": layouts.count, "best": rows, "rejected": rejected[:10]}, indent=1)
 
 
 if __name__ == "__main__":

@@ -34,21 +34,21 @@ def pipeline_actions(schedule: str, pp: int, virtual: int, microbatches: int) ->
         return tuple(tuple((kind, rank, i) for kind in ("F", "B") for i in range(microbatches)) for rank in range(pp))
     rounds = max(1, microbatches // pp)
     # Without its constructor, which needs the modules of stages
-    made: Any = object.__new__(known.torch_class)
-    made.pp_group_size, made._num_stages, made.num_stages = pp, pp * virtual, pp * virtual
-    made._stages, made.n_local_stages, made._n_microbatches = [None] * virtual, virtual, microbatches
-    made.number_of_rounds, made.microbatches_per_round = rounds, microbatches // rounds
-    return tuple(_plain(made._calculate_single_rank_operations(rank)) for rank in range(pp))
+    instance: Any = object.__new__(known.torch_class)
+    instance.pp_group_size, instance._num_stages, instance.num_stages = pp, pp * virtual, pp * virtual
+    instance._stages, instance.n_local_stages, instance._n_microbatches = [None] * virtual, virtual, microbatches
+    instance.number_of_rounds, instance.microbatches_per_round = rounds, microbatches // rounds
+    return tuple(_plain(instance._calculate_single_rank_operations(rank)) for rank in range(pp))
 
 
 def _plain(actions: list[schedules._Action | None]) -> tuple[Action, ...]:
     """Returns the computations of a list, with those that torch overlaps one after the other."""
-    found: list[Action] = []
+    plain: list[Action] = []
     for action in actions:
-        for one in (action.sub_actions or (action,)) if action is not None else ():
-            if one.computation_type.value in KINDS and one.microbatch_index is not None:
-                found.append((one.computation_type.value, one.stage_index, one.microbatch_index))
-    return tuple(found)
+        for part in (action.sub_actions or (action,)) if action is not None else ():
+            if part.computation_type.value in KINDS and part.microbatch_index is not None:
+                plain.append((part.computation_type.value, part.stage_index, part.microbatch_index))
+    return tuple(plain)
 
 
 def _one_forward_one_backward(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:

@@ -106,13 +106,13 @@ def _fit(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, in
     priors = np.array([_PRIORS[name.partition("_")[0]] for name in names])
     x = np.zeros(len(names))
 
-    def made(logs: Any) -> Cluster:
+    def machine(logs: Any) -> Cluster:
         kept = {name: value for name, value in cluster.constants.items() if name not in names}
         values = {name: cluster.factor(name) * math.exp(log) for name, log in zip(names, logs, strict=True)}
         return cluster.with_constants(kept | values)
 
     def residuals(logs: Any) -> Any:
-        errors = [_error(made(logs), row) / _MEASURED for row in rows]
+        errors = [_error(machine(logs), row) / _MEASURED for row in rows]
         return np.array([*errors, *(logs / priors)])
 
     now = residuals(x)
@@ -128,4 +128,4 @@ def _fit(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, in
         x, now = x + share * change, later
         if np.abs(share * change).max() < 1e-4:
             break
-    return made(x)
+    return machine(x)

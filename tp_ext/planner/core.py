@@ -27,15 +27,15 @@ def machine_of(cluster: Cluster, dtype: str) -> Any:
     Raises:
         ValueError: the device has no peak of the dtype.
     """
-    device, made = cluster.device, load().planner.Machine()
+    device, machine = cluster.device, load().planner.Machine()
     other = "fp32" if dtype == "fp32" else "bf16"
-    made.peak_blocks, made.peak_other = device.flops(dtype), device.flops(other)
-    made.blocks, made.other = curve_of(cluster, dtype), curve_of(cluster, other)
-    made.attention = device.curve.attention * cluster.factor("attention")
-    made.memory_bandwidth = device.memory_bandwidth * device.curve.memory * cluster.factor("memory")
-    made.memory, made.launch = device.memory - device.reserve, device.launch
-    made.gather, made.count = cluster.factor("gather"), cluster.count
-    made.levels = [
+    machine.peak_blocks, machine.peak_other = device.flops(dtype), device.flops(other)
+    machine.blocks, machine.other = curve_of(cluster, dtype), curve_of(cluster, other)
+    machine.attention = device.curve.attention * cluster.factor("attention")
+    machine.memory_bandwidth = device.memory_bandwidth * device.curve.memory * cluster.factor("memory")
+    machine.memory, machine.launch = device.memory - device.reserve, device.launch
+    machine.gather, machine.count = cluster.factor("gather"), cluster.count
+    machine.levels = [
         load().planner.Level(
             link.latency,
             link.bandwidth * cluster.factor("outer" if i else "inner"),
@@ -43,39 +43,39 @@ def machine_of(cluster: Cluster, dtype: str) -> Any:
         )
         for i, link in enumerate(cluster.links)
     ]
-    return made
+    return machine
 
 
 @functools.lru_cache(maxsize=256)
 def workload_of(workload: Workload) -> Any:
     """Returns the workload."""
-    made, planner = load().planner.Workload(), load().planner
+    description, planner = load().planner.Workload(), load().planner
     for name in ("hidden", "seq", "heads", "kv_heads", "experts", "layers", "vocab", "tied"):
-        setattr(made, name, getattr(workload, name))
-    made.first, made.last = ([_op(op) for op in ops] for ops in (workload.first, workload.last))
-    made.blocks = [planner.BlockOps(block.layers, [_op(op) for op in block.ops]) for block in workload.blocks]
-    return made
+        setattr(description, name, getattr(workload, name))
+    description.first, description.last = ([_op(op) for op in ops] for ops in (workload.first, workload.last))
+    description.blocks = [planner.BlockOps(block.layers, [_op(op) for op in block.ops]) for block in workload.blocks]
+    return description
 
 
 def _op(op: Op) -> Any:
-    made = load().planner.Op()
+    operator = load().planner.Op()
     for name, value in vars(op).items():
-        setattr(made, name, getattr(load().planner.OpKind, value) if name == "kind" else value)
-    return made
+        setattr(operator, name, getattr(load().planner.OpKind, value) if name == "kind" else value)
+    return operator
 
 
 def layout_of(layout: Layout) -> Any:
     """Returns a resolved layout."""
-    made = load().planner.Layout()
+    setting = load().planner.Layout()
     for name in _SAME:
-        setattr(made, name, getattr(layout, name))
-    made.schedule = layout.torch_schedule
-    made.recompute = getattr(load().planner.Recompute, layout.recompute or "none")
-    made.element = STORED.get(layout.dtype, 2)
-    made.quantized = layout.dtype not in STORED
-    made.param_bytes, made.grad_bytes = STORED[layout.param_dtype], STORED[layout.grad_dtype]
-    made.state_bytes = 8 if layout.param_dtype == "fp32" else 12  # with master weights
-    return made
+        setattr(setting, name, getattr(layout, name))
+    setting.schedule = layout.torch_schedule
+    setting.recompute = getattr(load().planner.Recompute, layout.recompute or "none")
+    setting.element = STORED.get(layout.dtype, 2)
+    setting.quantized = layout.dtype not in STORED
+    setting.param_bytes, setting.grad_bytes = STORED[layout.param_dtype], STORED[layout.grad_dtype]
+    setting.state_bytes = 8 if layout.param_dtype == "fp32" else 12  # with master weights
+    return setting
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,12 +89,12 @@ def dtypes_of(layout: Layout) -> tuple[str, str, str]:
     return layout.dtype, layout.param_dtype, layout.grad_dtype
 
 
-def layout_from(made: Any, dtypes: tuple[str, str, str]) -> Layout:
+def layout_from(setting: Any, dtypes: tuple[str, str, str]) -> Layout:
     """Returns the layout of one of the library."""
-    recompute = made.recompute.name
+    recompute = setting.recompute.name
     return Layout(
-        **{name: getattr(made, name) for name in _SAME},
-        schedule=made.schedule,
+        **{name: getattr(setting, name) for name in _SAME},
+        schedule=setting.schedule,
         recompute=None if recompute == "none" else recompute,
         dtype=dtypes[0],
         param_dtype=dtypes[1],

@@ -41,30 +41,30 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     where = torch.device(kind)
     ranks = None if group is None else process_group(group)
     seconds = 60 * minutes
-    own = _kernels(where, 0.7 * seconds) | (_links(where, ranks, 0.2 * seconds) if ranks is not None else {})
-    everyone = [own] if ranks is None else all_gather_objects(own, ranks)
-    found = {name: sorted(one[name] for one in everyone)[len(everyone) // 2] for name in own}
+    rates = _kernels(where, 0.7 * seconds) | (_links(where, ranks, 0.2 * seconds) if ranks is not None else {})
+    everyone = [rates] if ranks is None else all_gather_objects(rates, ranks)
+    medians = {name: sorted(of_rank[name] for of_rank in everyone)[len(everyone) // 2] for name in rates}
     count = 1 if ranks is None else ranks.size()
     peak = {
-        dtype: max(flops for name, flops in found.items() if name.startswith(f"gemm {dtype} ")) for dtype in _DTYPES
+        dtype: max(flops for name, flops in medians.items() if name.startswith(f"gemm {dtype} ")) for dtype in _DTYPES
     }
     table = []
-    for name, flops in found.items():
+    for name, flops in medians.items():
         words = name.split()
         if words[0] == "gemm":
             m, n, k = map(int, words[2:])
             table.append((m, n, k, words[1], flops / peak[words[1]]))
-    made = Device(
+    measured_device = Device(
         torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
         peak=peak,
-        memory_bandwidth=found["bytes"],
+        memory_bandwidth=medians["bytes"],
         memory=_memory(where, count),
-        launch=found["launch"],
+        launch=medians["launch"],
         # A GEMM of two cores has no fused attention that is faster than its products
         gemm=EfficiencyCurve(table=tuple(table), memory=1.0, attention=0.5),
     )
-    link = Link(found.get("latency", 0.0), found.get("bandwidth", 1e12))
-    return Cluster(made, count, (link,))
+    link = Link(medians.get("latency", 0.0), medians.get("bandwidth", 1e12))
+    return Cluster(measured_device, count, (link,))
 
 
 def _best(call: Callable[[], object], where: torch.device, seconds: float) -> float:
@@ -89,20 +89,20 @@ def _kernels(where: torch.device, seconds: float) -> dict[str, float]:
     sizes = _SIZES[where.type]
     shapes = [(m, n, k) for m in sizes for n in sizes for k in sizes]
     each = seconds / (len(shapes) * len(_DTYPES) + 2)
-    found = {}
+    rates = {}
     for name, dtype in _DTYPES.items():
         for m, n, k in shapes:
             a, b = torch.ones(m, k, dtype=dtype, device=where), torch.ones(n, k, dtype=dtype, device=where)
             taken = _best(lambda a=a, b=b: torch.nn.functional.linear(a, b), where, each)  # type: ignore[misc]
-            found[f"gemm {name} {m} {n} {k}"] = 2 * m * n * k / taken
+            rates[f"gemm {name} {m} {n} {k}"] = 2 * m * n * k / taken
     large = torch.ones(_LARGE[where.type] // 4, device=where)
     result, small = torch.empty_like(large), torch.ones(1, device=where)
-    found["bytes"] = 3 * large.nbytes / _best(lambda: torch.add(large, large, out=result), where, each)
+    rates["bytes"] = 3 * large.nbytes / _best(lambda: torch.add(large, large, out=result), where, each)
     if where.type == "cuda":  # launches, of which the device waits for none
-        found["launch"] = _best(lambda: [small.add_(1) for _ in range(100)], where, each) / 100
+        rates["launch"] = _best(lambda: [small.add_(1) for _ in range(100)], where, each) / 100
     else:
-        found["launch"] = _best(lambda: small.add_(1), where, each)
-    return found
+        rates["launch"] = _best(lambda: small.add_(1), where, each)
+    return rates
 
 
 def _links(where: torch.device, ranks: ProcessGroup, seconds: float) -> dict[str, float]:

@@ -48,12 +48,12 @@ class Timeline(NamedTuple):
         """Draws a row for each rank, as :meth:`tp_ext.debug.Timeline.save` does for a measured step."""
         picture = Picture()
         for row in self.rows:
-            picture.ranks.append([_span(*one) for one in row])
+            picture.ranks.append([_span(*row) for row in row])
         picture.save(path, title)
 
 
 def _span(action: str, start: float, end: float) -> Span:
-    kind = next(one for one in action if one in KINDS)
+    kind = next(letter for letter in action if letter in KINDS)
     stage, _, microbatch = action.partition(kind)
     return Span(PHASES[kind], f"{PHASES[kind]} {microbatch} of stage {stage}", start, end)
 
@@ -93,16 +93,16 @@ def simulate_pipeline(
     check_int(least=1, pp=pp, microbatches=microbatches, virtual=virtual)
     check_number(least=0, send=send)
     name = "Interleaved1F1B" if schedule == "1F1B" and virtual > 1 else schedule
-    made = library_schedule(name, pp, virtual, microbatches)
+    schedule_of_ranks = library_schedule(name, pp, virtual, microbatches)
     times = [
         _of_stages(name, value, pp * virtual)
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
     ]
-    time, busy, events = load().planner.simulate(made, list(zip(*times, strict=True)), send)
+    time, busy, events = load().planner.simulate(schedule_of_ranks, list(zip(*times, strict=True)), send)
     letters = list(KINDS)
     rows = tuple(tuple(Row(f"{s}{letters[kind]}{i}", b, e) for kind, s, i, b, e in of_rank) for of_rank in events)
     bubble = 1 - sum(busy) / (pp * time) if time else 0.0
-    return Timeline(time, bubble, tuple(sum(of_rank) for of_rank in made.in_flight), rows)
+    return Timeline(time, bubble, tuple(sum(of_rank) for of_rank in schedule_of_ranks.in_flight), rows)
 
 
 def _of_stages(name: str, value: float | Sequence[float], stages: int) -> list[float]:
@@ -112,7 +112,7 @@ def _of_stages(name: str, value: float | Sequence[float], stages: int) -> list[f
         values = list(value)
     else:
         values = [value] * stages
-    for one in values:
-        named: dict[str, Any] = {name: one}
+    for seconds in values:
+        named: dict[str, Any] = {name: seconds}
         check_number(least=0, **named)
-    return [float(one) for one in values]
+    return [float(seconds) for seconds in values]

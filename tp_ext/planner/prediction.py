@@ -92,7 +92,7 @@ class Prediction:
     def shortfall(self) -> float:
         """Bytes that the stage with the largest peak lacks; 0 if it fits."""
         limit = self.cluster.device.memory - self.cluster.device.reserve
-        return max(0.0, max(one.peak for one in self.memory) - limit)
+        return max(0.0, max(memory.peak for memory in self.memory) - limit)
 
     @property
     def fits(self) -> bool:
@@ -163,14 +163,14 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
         TypeError, ValueError: values of other types; ranks that are not those of the cluster; what the model or the
             schedule cannot be cut into.
     """
-    given: dict[str, tuple[object, type]] = {
+    arguments: dict[str, tuple[object, type]] = {
         "workload": (workload, Workload),
         "cluster": (cluster, Cluster),
         "layout": (layout, Layout),
     }
-    for name, (one, kind) in given.items():
-        if not isinstance(one, kind):
-            raise TypeError(f"{name}: {type(one).__name__} must be a {kind.__name__}")
+    for name, (value, kind) in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: {type(value).__name__} must be a {kind.__name__}")
     check_int(least=1, global_batch=global_batch)
     cluster.device.flops(layout.dtype)
     layout = layout.resolve(cluster.count)
@@ -216,21 +216,21 @@ def predict(workload: Workload, cluster: Cluster, layout: Layout, global_batch: 
         TypeError, ValueError: see :func:`check_layout`.
     """
     layout = check_layout(workload, cluster, layout, global_batch)
-    made = planner_of(workload, cluster, dtypes_of(layout), global_batch).predict(layout_of(layout))
-    return prediction_of(made, workload, cluster, layout, global_batch)
+    result = planner_of(workload, cluster, dtypes_of(layout), global_batch).predict(layout_of(layout))
+    return prediction_of(result, workload, cluster, layout, global_batch)
 
 
-def prediction_of(made: Any, workload: Workload, cluster: Cluster, layout: Layout, global_batch: int) -> Prediction:
+def prediction_of(result: Any, workload: Workload, cluster: Cluster, layout: Layout, global_batch: int) -> Prediction:
     """Returns the prediction of the library as values."""
     return Prediction(
         workload,
         cluster,
         layout,
         global_batch,
-        made.step_time,
-        made.breakdown,
-        tuple(tuple(CollectiveRow(*row) for row in rows) for rows in made.collectives),
-        tuple(StageMemory(*one) for one in made.memory),
-        tuple(made.stages),
-        made.send,
+        result.step_time,
+        result.breakdown,
+        tuple(tuple(CollectiveRow(*row) for row in rows) for rows in result.collectives),
+        tuple(StageMemory(*stage) for stage in result.memory),
+        tuple(result.stages),
+        result.send,
     )

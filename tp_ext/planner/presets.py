@@ -151,9 +151,9 @@ def cluster(device_name: str, count: int) -> Cluster:
     Raises:
         ValueError: another name, or no integer of at least 1.
     """
-    made = device(device_name)
+    kind = device(device_name)
     check_int(least=1, count=count)
     preset = _PRESETS[device_name]
     inner = Link(*preset.inner)
     links = (inner,) if count <= preset.inner[2] else (inner, Link(*preset.outer, None))
-    return Cluster(made, count, links)
+    return Cluster(kind, count, links)

@@ -53,15 +53,15 @@ class _Search:
             values = list(value) if isinstance(value, list | tuple | set | range) else [value]
             if not values:
                 raise ValueError(f"fixed: {name!r} must have at least one value")
-            for one in values:  # each value by itself
+            for value in values:  # each value by itself
                 if name not in ("virtual", "schedule", "offload"):
-                    Layout(**{name: one})
+                    Layout(**{name: value})
             self.values[name] = values
         divisors = _divisors(cluster.count)
-        self.values.setdefault("pp", [one for one in divisors if one <= workload.layers])
-        self.values.setdefault("tp", [one for one in divisors if one <= max(1, workload.heads)])
-        self.values.setdefault("cp", [one for one in divisors if one <= workload.seq])
-        self.values.setdefault("ep", [one for one in divisors if one <= max(1, workload.experts)])
+        self.values.setdefault("pp", [size for size in divisors if size <= workload.layers])
+        self.values.setdefault("tp", [size for size in divisors if size <= max(1, workload.heads)])
+        self.values.setdefault("cp", [size for size in divisors if size <= workload.seq])
+        self.values.setdefault("ep", [size for size in divisors if size <= max(1, workload.experts)])
         self.values.setdefault("micro_batch", _micro_batches(global_batch))
         self.values.setdefault("zero", [0, 1, 2, 3])
         self.values.setdefault("recompute", [None, "selective", "full"])
@@ -82,20 +82,20 @@ class _Search:
         """Yields the spaces of the library, one for each dtype."""
         planner = load().planner
         for dtypes in self.dtypes:
-            made = planner.Space()
+            space = planner.Space()
             for name in _SEARCHED:
-                setattr(made, name, self.values.get(name, []))
-            made.recompute = [getattr(planner.Recompute, one or "none") for one in self.values["recompute"]]
-            made.schedules = self._schedules()
+                setattr(space, name, self.values.get(name, []))
+            space.recompute = [getattr(planner.Recompute, mode or "none") for mode in self.values["recompute"]]
+            space.schedules = self._schedules()
             dtype, param_dtype, grad_dtype = dtypes
-            made.base = layout_of(Layout(dp=1, dtype=dtype, param_dtype=param_dtype, grad_dtype=grad_dtype))
-            yield dtypes, made
+            space.base = layout_of(Layout(dp=1, dtype=dtype, param_dtype=param_dtype, grad_dtype=grad_dtype))
+            yield dtypes, space
 
     def _schedules(self) -> list[tuple[str, int]]:
         """Returns the schedules with their numbers of stages, first one that a single stage takes, too."""
         if "schedule" not in self.values and "virtual" not in self.values:
             return list(_SCHEDULES)
-        found = []
+        schedules = []
         names = self.values.get("schedule", list(dict.fromkeys(name for name, _ in _SCHEDULES)))
         for name, virtual in itertools.product(names, self.values.get("virtual", [1, 2, 4])):
             check_choice(SCHEDULES, schedule=name)
@@ -103,25 +103,25 @@ class _Search:
             name = "Interleaved1F1B" if name == "1F1B" and virtual > 1 else name
             known = SCHEDULES[name]
             if virtual == 2 if known.v else known.looped if virtual > 1 else name not in ("Interleaved1F1B",):
-                found.append((name, virtual))
-        return list(dict.fromkeys(sorted(found, key=lambda one: one[1])))
+                schedules.append((name, virtual))
+        return list(dict.fromkeys(sorted(schedules, key=lambda pair: pair[1])))
 
     def layouts(self) -> Iterator[Layout]:
         """Yields the legal layouts."""
         for dtypes, space in self.spaces():
-            made = load().planner.legal_layouts(
+            layouts = load().planner.legal_layouts(
                 space, workload_of(self.workload), self.cluster.count, self.global_batch
             )
-            yield from (layout_from(one, dtypes) for one in made)
+            yield from (layout_from(layout, dtypes) for layout in layouts)
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _micro_batches(global_batch: int) -> list[int]:
     sizes = range(1, min(global_batch, _LARGEST_MICRO_BATCH) + 1)
-    return [one for one in sizes if one & (one - 1) == 0 or global_batch % one == 0]
+    return [size for size in sizes if size & (size - 1) == 0 or global_batch % size == 0]
 
 
 def search(
@@ -167,7 +167,7 @@ def search(
     count = 0
     for dtypes, space in asked.spaces():
         machine = machine_of(cluster, dtypes[0])
-        found = load().planner.search(
+        result = load().planner.search(
             space,
             workload_of(workload),
             machine,
@@ -178,18 +178,19 @@ def search(
             _MOST_REJECTED,
         )
         best += [
-            prediction_of(one, workload, cluster, layout_from(one.layout, dtypes), global_batch) for one in found.best
+            prediction_of(candidate, workload, cluster, layout_from(candidate.layout, dtypes), global_batch)
+            for candidate in result.best
         ]
-        rejected += [(one.peak, layout_from(one.layout, dtypes)) for one in found.rejected]
-        count += found.count
+        rejected += [(candidate.peak, layout_from(candidate.layout, dtypes)) for candidate in result.rejected]
+        count += result.count
     limit = cluster.device.memory - cluster.device.reserve
-    best.sort(key=lambda one: _key(one, objective))
-    rejected.sort(key=lambda one: one[0])
+    best.sort(key=lambda prediction: _key(prediction, objective))
+    rejected.sort(key=lambda pair: pair[0])
     reasons = {layout: f"needs {peak / GIB:.1f} GiB of {limit / GIB:.0f}" for peak, layout in rejected[:_MOST_REJECTED]}
     return Found(best[:top], reasons, count, asked)
 
 
-def _key(one: Prediction, objective: str) -> tuple[float, ...]:
-    peak, layout = max(memory.peak for memory in one.memory), one.layout
-    first = (one.step_time, peak) if objective == "step_time" else (peak, one.step_time)
+def _key(prediction: Prediction, objective: str) -> tuple[float, ...]:
+    peak, layout = max(memory.peak for memory in prediction.memory), prediction.layout
+    first = (prediction.step_time, peak) if objective == "step_time" else (peak, prediction.step_time)
     return (*first, layout.tp, layout.pp, layout.cp)

@@ -41,8 +41,8 @@ class Value:
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if not isinstance(read, dict) or not read.keys() <= known:
             raise ValueError(f"text: must be an object with the fields {', '.join(sorted(known))} of a {cls.__name__}")
-        made: Self = _made(cls, read)
-        return made
+        value: Self = _value_of(cls, read)
+        return value
 
     def _set(self, name: str, value: object) -> None:
         """Replaces a field while the value is made."""
@@ -53,16 +53,16 @@ def _plain(value: Any) -> Any:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _made(kind: Any, read: Any) -> Any:
+def _value_of(kind: Any, read: Any) -> Any:
     """Returns the value of a type from what JSON holds of it."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        kinds = [one for one in inner if one is not type(None)]
-        return None if read is None else _made(kinds[0], read) if len(kinds) == 1 else read
+        kinds = [option for option in inner if option is not type(None)]
+        return None if read is None else _value_of(kinds[0], read) if len(kinds) == 1 else read
     if origin is tuple:
         each: Iterable[Any] = (inner[0],) * len(read) if inner[1:] == (...,) else inner
-        return tuple(_made(one, part) for one, part in zip(each, read, strict=True))
+        return tuple(_value_of(field, part) for field, part in zip(each, read, strict=True))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         kinds_of = typing.get_type_hints(kind)
-        return kind(**{name: _made(kinds_of[name], value) for name, value in read.items()})
+        return kind(**{name: _value_of(kinds_of[name], value) for name, value in read.items()})
     return FixedDict(read) if isinstance(read, Mapping) else read

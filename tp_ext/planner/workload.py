@@ -326,10 +326,10 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
     kind = str(config.get("model_type", "transformer"))
 
     def first_of(*names: str, default: Any = None) -> Any:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if found is None:
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if value is None:
             raise ValueError(f"config: of model_type {kind!r} must have one of the keys {', '.join(names)}")
-        return found
+        return value
 
     old = kind in ("gpt2", "gpt_neo", "opt", "bloom", "gpt_bigcode")
     experts = first_of("num_local_experts", "n_routed_experts", "num_experts", default=0)

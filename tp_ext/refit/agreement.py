@@ -25,28 +25,30 @@ def checked_names(names: Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if not isinstance(names, Mapping):
         raise TypeError(f"names: {names!r} must be a dict, from names of the target to names of the source")
-    for name, given in names.items():
-        for one in given if isinstance(given, list) and given else [given]:
-            part = isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], int)
-            if not isinstance(name, str) or not (isinstance(one, str) or part):
+    for name, value in names.items():
+        for part in value if isinstance(value, list) and value else [value]:
+            is_pair = (
+                isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) and isinstance(part[1], int)
+            )
+            if not isinstance(name, str) or not (isinstance(part, str) or is_pair):
                 raise TypeError(
-                    f"names: {name!r}: {given!r} must be a name, a pair of a name and the index of a part, or a list"
+                    f"names: {name!r}: {value!r} must be a name, a pair of a name and the index of a part, or a list"
                 )
     return dict(names)
 
 
 def check_reports(reports: Sequence[Report]) -> None:
-    for rank, one in enumerate(reports):
-        if one.arguments != reports[0].arguments:
+    for rank, report in enumerate(reports):
+        if report.arguments != reports[0].arguments:
             raise ValueError(
                 f"refit.plan: its arguments must be the same on all ranks, and are {reports[0].arguments} on rank 0, "
-                f"{one.arguments} on rank {rank}"
+                f"{report.arguments} on rank {rank}"
             )
     for side in ("source", "target"):
-        if all(getattr(one, side) is None for one in reports):
+        if all(getattr(report, side) is None for report in reports):
             raise ValueError(f"{side}: None on all ranks; it must be a model on some rank of process_group")
     kinds = [
-        {of.optimizer for one in reports if (of := getattr(one, side)) is not None and of.optimizer is not None}
+        {of.optimizer for report in reports if (of := getattr(report, side)) is not None and of.optimizer is not None}
         for side in ("source", "target")
     ]
     if kinds[1] and not kinds[0]:
@@ -68,7 +70,7 @@ def check_unchanged(before: Description, now: Description, side: str) -> None:
     if before.items != now.items:
         item = min({*before.items}.symmetric_difference(now.items), key=lambda item: item.text)
         raise ValueError(f"{side}: {item.text!r} must be as it was when the plan was made: make a new plan")
-    if [one.item for one in before.optimized] != [one.item for one in now.optimized]:
+    if [param.item for param in before.optimized] != [param.item for param in now.optimized]:
         raise ValueError(
             f"optimizers: that of the {side} must hold the parameters that it held when the plan was made: make a new "
             "plan"
@@ -85,7 +87,7 @@ def host() -> str:
 
 def device(group: ProcessGroup | None, reports: Sequence[Report]) -> torch.device:
     """Returns the device of the buckets: CUDA if tensors are there and the group communicates there by NCCL."""
-    types = {of.device for one in reports for of in (one.source, one.target) if of is not None}
+    types = {of.device for report in reports for of in (report.source, report.target) if of is not None}
     if "cuda" in types and group is not None and "nccl" in str(dist.get_backend_config(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -137,11 +137,11 @@ class Contents:
             items.append(_item(name, key, value))
             self.views.append(_chunks(value))
         self._known, self._optimizer = known, optimizer
-        self.held = None if optimizer is None else HeldState(optimizer)
+        self.states = None if optimizer is None else HeldState(optimizer)
         kind = None
-        if self.held is not None:
-            kind = type(self.held.inner).__name__, frozenset(self.held.inner.defaults) & hyperparameters()
-        optimized = [one for _, one in self._optimized()] if target else []
+        if self.states is not None:
+            kind = type(self.states.inner).__name__, frozenset(self.states.inner.defaults) & hyperparameters()
+        optimized = [param for _, param in self._optimized()] if target else []
         device = next((device_of(tensor).type for tensor in known.tensors), "cpu")
         self.description = Description(items, optimized, ties, kind, device)
 
@@ -154,41 +154,41 @@ class Contents:
 
     def _optimized(self) -> Iterator[tuple[OptimizedParameter, Optimized]]:
         """Yields the parameters whose state is on this rank, copies of others that are here left out."""
-        if self._optimizer is None or self.held is None:
+        if self._optimizer is None or self.states is None:
             return
         params, chunks = self._known.optimized(self._optimizer), LocalChunks(self._known.groups)
-        originals = {one.name for one in params if not one.copy}
-        for one in params:
-            if self.held.holds(one.param) and not (one.copy and one.name in originals):
-                shape, held = chunks.of(one.param, one.layout)
-                places = tuple(Rectangle(chunk.offsets, tuple(chunk.tensor.shape)) for chunk in held)
-                states = {key: v.dtype for key, v in self.held.of(one.param).items() if isinstance(v, Tensor)}
-                yield one, Optimized(Item(one.name, "*", tuple(shape), one.param.dtype, places), states)
+        originals = {param.name for param in params if not param.copy}
+        for param in params:
+            if self.states.holds(param.param) and not (param.copy and param.name in originals):
+                shape, local = chunks.of(param.param, param.layout)
+                places = tuple(Rectangle(chunk.offsets, tuple(chunk.tensor.shape)) for chunk in local)
+                states = {key: v.dtype for key, v in self.states.of(param.param).items() if isinstance(v, Tensor)}
+                yield param, Optimized(Item(param.name, "*", tuple(shape), param.param.dtype, places), states)
 
     def make_states(self, items: list[list[Item]]) -> None:
         """Gives each parameter of a target's optimizer the state of these items, one list per parameter: the tensors
         that are there, else new ones of zeros, whose chunks are added to :attr:`views`."""
-        if self.held is None or self._optimizer is None:
+        if self.states is None or self._optimizer is None:
             return
-        chunks, made = LocalChunks(self._known.groups), dict[str, Tensor]()
-        for (one, _), of_param in zip(list(self._optimized()), items, strict=True):
+        chunks, originals = LocalChunks(self._known.groups), dict[str, Tensor]()
+        for (param, _), of_param in zip(list(self._optimized()), items, strict=True):
             states = {}
             for item in of_param:
                 metadata = TensorStorageMetadata(TensorProperties(item.dtype), torch.Size(item.shape), [])
-                value = state_to_load(item.key, metadata, one, self.held)
+                value = state_to_load(item.key, metadata, param, self.states)
                 states[item.key] = value
-                self.views.append(_chunks(shard_optimizer_state(item.key, value, one, chunks)))
-            self.held.set(one.param, states)
-            made[one.name] = one.param
-        self._made = made
+                self.views.append(_chunks(shard_optimizer_state(item.key, value, param, chunks)))
+            self.states.set(param.param, states)
+            originals[param.name] = param.param
+        self._originals = originals
 
     def copy_states(self) -> None:
         """Gives the copies of parameters, where the original is here, too, the state of the original."""
-        if self.held is None or self._optimizer is None:
+        if self.states is None or self._optimizer is None:
             return
-        for one in self._known.optimized(self._optimizer):
-            if one.copy and one.name in self._made and self._made[one.name] is not one.param:
-                self.held.set(one.param, copy_of_state(self.held.of(self._made[one.name])))
+        for param in self._known.optimized(self._optimizer):
+            if param.copy and param.name in self._originals and self._originals[param.name] is not param.param:
+                self.states.set(param.param, copy_of_state(self.states.of(self._originals[param.name])))
 
 
 def _is_parameter(entry: Entry) -> bool:

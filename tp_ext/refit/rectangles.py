@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
 
     def moved(self, by: Ints) -> "Rectangle":
         """Returns it at other indices: ``by`` is added to them."""
-        return Rectangle(tuple(start + one for start, one in zip(self.starts, by, strict=True)), self.sizes)
+        return Rectangle(tuple(start + offset for start, offset in zip(self.starts, by, strict=True)), self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the view of a tensor that it is."""
@@ -36,10 +36,10 @@ class Rectangle(NamedTuple):
         return tensor
 
 
-def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
+def intersection(rectangle: Rectangle, other: Rectangle) -> Rectangle | None:
     """Returns the elements of both; None if there are none."""
     starts, sizes = [], []
-    for a, m, b, n in zip(one.starts, one.sizes, other.starts, other.sizes, strict=True):
+    for a, m, b, n in zip(rectangle.starts, rectangle.sizes, other.starts, other.sizes, strict=True):
         start = a if a > b else b
         size = (a + m if a + m < b + n else b + n) - start
         if size <= 0:
@@ -65,18 +65,18 @@ def difference(whole: Rectangle, inner: Rectangle) -> Iterator[Rectangle]:
 def remaining(rectangles: Iterable[Rectangle], taken: Rectangle) -> list[Rectangle]:
     """Returns the elements of disjoint rectangles that are not in ``taken``."""
     rest: list[Rectangle] = []
-    for one in rectangles:
-        common = intersection(one, taken)
-        rest += [one] if common is None else difference(one, common)
+    for rectangle in rectangles:
+        common = intersection(rectangle, taken)
+        rest += [rectangle] if common is None else difference(rectangle, common)
     return rest
 
 
-def cells(held: Mapping[Rectangle, Ints]) -> list[tuple[Rectangle, Ints]]:
-    """Returns disjoint rectangles that cover those of ``held``, each with all ranks that hold it."""
-    found: list[tuple[Rectangle, Ints]] = []
-    for rectangle, ranks in held.items():
+def cells(holders_of: Mapping[Rectangle, Ints]) -> list[tuple[Rectangle, Ints]]:
+    """Returns disjoint rectangles that cover those of ``holders_of``, each with all ranks that hold it."""
+    disjoint: list[tuple[Rectangle, Ints]] = []
+    for rectangle, ranks in holders_of.items():
         rest, cut = [rectangle], []
-        for cell, holders in found:
+        for cell, holders in disjoint:
             common = intersection(cell, rectangle)
             if common is None:
                 cut.append((cell, holders))
@@ -84,8 +84,8 @@ def cells(held: Mapping[Rectangle, Ints]) -> list[tuple[Rectangle, Ints]]:
             cut.append((common, tuple(sorted({*holders, *ranks}))))
             cut += [(other, holders) for other in difference(cell, common)]
             rest = remaining(rest, common)
-        found = cut + [(other, ranks) for other in rest]
-    return found
+        disjoint = cut + [(other, ranks) for other in rest]
+    return disjoint
 
 
 def split(rectangle: Rectangle, most: int) -> Iterator[Rectangle]:

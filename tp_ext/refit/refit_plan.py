@@ -139,9 +139,9 @@ class RefitPlan:
         # Memory of that size is in the caches when it is read, and malloc has it again: 64 MiB take twice as long
         bucket = min(bucket, _ON_CPU) if self._device.type == "cpu" else bucket
         routes = Routes(
-            [one.source for one in reports],
-            [one.target for one in reports],
-            [one.host for one in reports],
+            [report.source for report in reports],
+            [report.target for report in reports],
+            [report.host for report in reports],
             names,
             dtype,
             bucket,
@@ -192,14 +192,14 @@ class RefitPlan:
         if not self._atomic:
             self._confirm(problem)
             self._prepare(target)
-        held = []
+        buffers = []
         # One for all rounds: new memory takes as long as a copy
         most = max((sum(round_.out) for round_ in self._rounds), default=0)
         bucket = torch.empty(most, dtype=torch.uint8, device=self._device)
         for round_ in self._rounds:
             buffer = self._exchange(round_, source, target, bucket)
             if self._atomic:
-                held.append(buffer)
+                buffers.append(buffer)
             else:
                 self._install(round_, buffer, target)
         del bucket
@@ -208,27 +208,28 @@ class RefitPlan:
             lost = self._confirm(problem)
             self._prepare(target)
             for round_ in self._rounds:
-                self._install(round_, held.pop(0), target)
+                self._install(round_, buffers.pop(0), target)
         copied = self._copy_within(source, target)
         if lost is not None:
             raise lost
         sent, received = (
-            sum(sum(one) for one in sizes) for sizes in ([r.out for r in self._rounds], [r.into for r in self._rounds])
+            sum(sum(numbers) for numbers in sizes)
+            for sizes in ([r.out for r in self._rounds], [r.into for r in self._rounds])
         )
         return Moved(sent, received, copied)
 
     def _read(self, *, again: bool = False) -> list[Contents | None]:
         """Returns the contents of both models; ``again``: those that were planned, else ValueError."""
-        found: list[Contents | None] = []
+        contents: list[Contents | None] = []
         for side, model, optimizer, planned in zip(SIDES, self._models, self._optimizers, self._first, strict=True):
-            one = None
+            content = None
             if model is not None:
                 known = planned.parameters if again and planned is not None else None
-                one = Contents(model, optimizer, self._buffers, side, known)
+                content = Contents(model, optimizer, self._buffers, side, known)
                 if again and planned is not None:
-                    check_unchanged(planned.description, one.description, side)
-            found.append(one)
-        return found
+                    check_unchanged(planned.description, content.description, side)
+            contents.append(content)
+        return contents
 
     def _report(self, arguments: str) -> Report:
         self._first = self._read()
@@ -348,11 +349,11 @@ class RefitPlan:
     def _check_replicas(self, source: Contents | None, problem: Exception | None) -> None:
         def checksums() -> dict[int, tuple[int, ...]]:
             _raise(problem)
-            found = {}
+            sums = {}
             for number, shared in enumerate(self._shared):
                 if source is not None and (place := shared.places.get(self._rank)) is not None:
-                    found[number] = tuple(checksum(bits_of(view_of(source, place, shared.sizes))).tolist())
-            return found
+                    sums[number] = tuple(checksum(bits_of(view_of(source, place, shared.sizes))).tolist())
+            return sums
 
         reports = call_and_gather(self._group, checksums)
         ranks = dist.get_process_group_ranks(self._group) if self._group is not None else [0]

@@ -60,7 +60,7 @@ class Shared(NamedTuple):
     sizes: Ints
 
 
-class _Held(NamedTuple):
+class _SourceChunk(NamedTuple):
     rank: int
     item: int
     chunk: int
@@ -71,13 +71,13 @@ class _Source(NamedTuple):
     """A tensor of the source: of one of its items what all have, the chunks of each rank, and disjoint cells."""
 
     item: Item
-    held: dict[int, list[_Held]]
+    chunks: dict[int, list[_SourceChunk]]
     cells: list[tuple[Rectangle, Ints]]
 
     def place(self, rank: int, rectangle: Rectangle) -> Place:
         """Returns where a rank that holds a part of a cell has it."""
-        one = next(one for one in self.held[rank] if intersection(one.rectangle, rectangle) == rectangle)
-        return Place(one.item, one.chunk, rectangle.within(one.rectangle))
+        chunk = next(chunk for chunk in self.chunks[rank] if intersection(chunk.rectangle, rectangle) == rectangle)
+        return Place(chunk.item, chunk.chunk, rectangle.within(chunk.rectangle))
 
 
 class _Segment(NamedTuple):
@@ -121,17 +121,17 @@ class Routes:
         self._hosts, self._names, self._dtype = hosts, names, dtype
         self._first = _first_names(sources)
         self._sources = _sources_of(sources, self._first)
-        params = [item for one in sources if one for item in one.items if not item.key]
+        params = [item for source in sources if source for item in source.items if not item.key]
         self._params = {name: item for item in params for name in item.names}
         self._sent = [0] * len(hosts)
         self._segments: dict[Item, list[_Segment]] = {}
         self.copies: list[Move] = []
         self.repeats: list[Repeat] = []
-        known = {name for one in targets if one for item in one.items for name in (item.name, *item.names)}
+        known = {name for target in targets if target for item in target.items for name in (item.name, *item.names)}
         if unknown := sorted(names.keys() - known):
             raise ValueError(f"names: {unknown[0]!r} must be an entry of the target")
         self.states = [
-            [self._state_items(one, target) for one in target.optimized] if target else [] for target in targets
+            [self._state_items(param, target) for param in target.optimized] if target else [] for target in targets
         ]
         moves: list[Move] = []
         for rank, target in enumerate(targets):
@@ -151,27 +151,27 @@ class Routes:
             raise ValueError(f"source: must have an entry {what!r}, for {item.text!r} of the target; see names=")
         return source, name
 
-    def _given(self, item: Item) -> list[Any]:
+    def _parts_of(self, item: Item) -> list[Any]:
         """Returns the names of the source, or pairs of a name and the index of a part, that make up an item."""
-        found = next((name for name in item.names if name in self._names), None)
-        if found is None:
+        name = next((name for name in item.names if name in self._names), None)
+        if name is None:
             # Of tied names one is enough
             known = (name for name in item.names if (self._first.get(name, name), item.key) in self._sources)
             return [next(known, item.name)]
-        given = self._names[found]
-        return list(given) if isinstance(given, list) else [given]
+        parts = self._names[name]
+        return list(parts) if isinstance(parts, list) else [parts]
 
-    def _state_items(self, one: Any, target: Description) -> list[Item]:
+    def _state_items(self, optimized: Any, target: Description) -> list[Item]:
         """Returns the items of the state that a parameter of the target's optimizer gets."""
-        param = one.item
+        param = optimized.item
         if (alias := next((item for item in target.items if param.name in item.names), None)) is not None:
             param = param._replace(names=alias.names)
-        first = self._given(param)[0]
+        first = self._parts_of(param)[0]
         name = first[0] if isinstance(first, tuple) else first
         owner = self._first.get(name, name)
         items = []
-        for (held, key), source in self._sources.items():
-            if held != owner or not key:
+        for (name_of_source, key), source in self._sources.items():
+            if name_of_source != owner or not key:
                 continue
             shape, scalar = source.item.shape, not source.item.shape
             of_param = shape == self._params[name].shape and not scalar
@@ -182,7 +182,7 @@ class Routes:
                 )
             chunks = param.chunks if of_param or param.shape == shape else (Rectangle((0,) * len(shape), shape),)
             full = param.shape if of_param else shape
-            dtype = one.dtypes.get(key, source.item.dtype)
+            dtype = optimized.dtypes.get(key, source.item.dtype)
             items.append(Item(param.name, key, full, dtype, chunks, names=param.names or (param.name,)))
         return items
 
@@ -194,22 +194,22 @@ class Routes:
         return self._segments[known]
 
     def _join(self, item: Item) -> list[_Segment]:
-        found: list[tuple[_Source, Rectangle]] = []
-        given = self._given(item)
-        for one in given if item.shape or not item.key else given[:1]:
-            name, index = one if isinstance(one, tuple) else (one, None)
+        rectangles: list[tuple[_Source, Rectangle]] = []
+        parts = self._parts_of(item)
+        for part in parts if item.shape or not item.key else parts[:1]:
+            name, index = part if isinstance(part, tuple) else (part, None)
             source, _ = self._source_of(name, item)
             whole = Rectangle((0,) * len(source.item.shape), source.item.shape)
-            found.append((source, whole if index is None or not whole.sizes else self._part(name, index, whole)))
-        shapes = [rectangle.sizes for _, rectangle in found]
+            rectangles.append((source, whole if index is None or not whole.sizes else self._part(name, index, whole)))
+        shapes = [rectangle.sizes for _, rectangle in rectangles]
         dim = _joined_dim(shapes, item.shape)
         if dim is None:
             shown = " and ".join(map(str, shapes))
             raise ValueError(
-                f"source: {shown} of {given!r} must make up the shape {item.shape} of {item.text!r} of the target"
+                f"source: {shown} of {parts!r} must make up the shape {item.shape} of {item.text!r} of the target"
             )
         segments, begin = [], 0
-        for source, rectangle in found:
+        for source, rectangle in rectangles:
             starts = [0] * len(item.shape)
             if starts:
                 starts[dim] = begin
@@ -246,9 +246,9 @@ class Routes:
                     for other, place, other_origin in earlier:
                         if (again := intersection(other, needed)) is not None:
                             for part in _overlaps(rest, again):
-                                there = place._replace(start=part.within(other_origin))
+                                earlier_place = place._replace(start=part.within(other_origin))
                                 here = Place(number, chunk, part.within(origin))
-                                self.repeats.append(Repeat(rank, there, here, part.sizes))
+                                self.repeats.append(Repeat(rank, earlier_place, here, part.sizes))
                             rest = remaining(rest, again)
                     earlier.append((needed, Place(number, chunk, ()), origin))
                     for part in rest:
@@ -264,12 +264,12 @@ class Routes:
         dtypes: tuple[torch.dtype, ...],
         wire: int,
     ) -> Iterator[Move]:
-        found = 0
+        count = 0
         for cell, holders in source.cells:
             common = intersection(cell, part)
             if common is None:
                 continue
-            found += common.numel
+            count += common.numel
             sender = rank if rank in holders else self._sender(rank, holders)
             move = Move(
                 sender,
@@ -283,10 +283,10 @@ class Routes:
             if sender != rank:
                 self._sent[sender] += move.bytes
             yield move
-        if found != part.numel:
+        if count != part.numel:
             raise ValueError(
                 f"source: {source.item.text!r} must be held as a whole by the ranks of process_group, which lack "
-                f"{part.numel - found} of {part.numel} elements that rank {rank} needs"
+                f"{part.numel - count} of {part.numel} elements that rank {rank} needs"
             )
 
     def _sender(self, receiver: int, holders: Ints) -> int:
@@ -319,8 +319,8 @@ def _first_names(sources: Sequence[Description | None]) -> dict[str, str]:
             name = first[name]
         return name
 
-    for one in sources:
-        for a, b in one.ties if one else ():
+    for source in sources:
+        for a, b in source.ties if source else ():
             a, b = sorted((find(a), find(b)))
             first[b] = a
     return {name: find(name) for name in first}
@@ -328,9 +328,9 @@ def _first_names(sources: Sequence[Description | None]) -> dict[str, str]:
 
 def _sources_of(sources: Sequence[Description | None], first: Mapping[str, str]) -> dict[Key, _Source]:
     items: dict[Key, tuple[int, Item]] = {}
-    held: dict[Key, list[_Held]] = {}
-    for rank, one in enumerate(sources):
-        for number, item in enumerate(one.items if one else ()):
+    chunks: dict[Key, list[_SourceChunk]] = {}
+    for rank, source in enumerate(sources):
+        for number, item in enumerate(source.items if source else ()):
             key = first.get(item.name, item.name), item.key
             other_rank, other = items.setdefault(key, (rank, item))
             if (item.shape, item.dtype) != (other.shape, other.dtype):
@@ -338,15 +338,15 @@ def _sources_of(sources: Sequence[Description | None], first: Mapping[str, str])
                     f"source: {item.text!r} must be the same on all ranks, and has shape {other.shape} and "
                     f"{other.dtype} on rank {other_rank}, {item.shape} and {item.dtype} on rank {rank}"
                 )
-            held.setdefault(key, []).extend(
-                _Held(rank, number, index, rectangle) for index, rectangle in enumerate(item.chunks)
+            chunks.setdefault(key, []).extend(
+                _SourceChunk(rank, number, index, rectangle) for index, rectangle in enumerate(item.chunks)
             )
     cut: dict[Any, list[tuple[Rectangle, Ints]]] = {}
     result = {}
     for key, (_, item) in items.items():
         ranks: dict[Rectangle, list[int]] = {}
-        by_rank: dict[int, list[_Held]] = {}
-        for chunk in held.get(key, ()):
+        by_rank: dict[int, list[_SourceChunk]] = {}
+        for chunk in chunks.get(key, ()):
             by_rank.setdefault(chunk.rank, []).append(chunk)
             if chunk.rank not in ranks.setdefault(chunk.rectangle, []):
                 ranks[chunk.rectangle].append(chunk.rank)
@@ -363,16 +363,16 @@ def _joined_dim(shapes: Sequence[Ints], shape: Ints) -> int | None:
     if len(shapes) == 1:
         return 0 if shapes[0] == shape else None
     for dim in range(len(shape)):
-        lengths = [one[dim] for one in shapes if len(one) == len(shape)]
-        others = {(*one[:dim], shape[dim], *one[dim + 1 :]) for one in shapes}
+        lengths = [sizes[dim] for sizes in shapes if len(sizes) == len(shape)]
+        others = {(*sizes[:dim], shape[dim], *sizes[dim + 1 :]) for sizes in shapes}
         if len(lengths) == len(shapes) and sum(lengths) == shape[dim] and others == {shape}:
             return dim
     return None
 
 
 def _overlaps(rectangles: Sequence[Rectangle], other: Rectangle) -> Iterator[Rectangle]:
-    for one in rectangles:
-        if (common := intersection(one, other)) is not None:
+    for rectangle in rectangles:
+        if (common := intersection(rectangle, other)) is not None:
             yield common
 
 

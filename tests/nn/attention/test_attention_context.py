@@ -150,7 +150,19 @@ def test_dropout_masks_are_those_of_the_unsharded_layer(context, batch):
 # What of torch wraps a module
 
 
-def _wrapped(group, shape, context, sp, compiled):
+# test_context_attention.py compiles every context
+DEFAULT = [("ring", True, True), ("ulysses", False, False)]
+
+
+@pytest.mark.parametrize(
+    ("context", "sp", "compiled"),
+    [
+        pytest.param(*case, marks=[pytest.mark.exhaustive] * (case not in DEFAULT))
+        for case in itertools.product(CONTEXTS, (False, True), (False, True))
+    ],
+)
+@ranks.on_all(4, shape=(2, 2), timeout=120)
+def test_compiled_and_recomputed(group, shape, context, sp, compiled):
     torch._dynamo.reset()
     options = CASES["gqa"] | {"rope": {}, "dropout": 0.3}
     lengths = [3, 0, 1] if compiled else PACKED  # a graph has the scores of every two chunks of every sequence
@@ -175,22 +187,9 @@ def _wrapped(group, shape, context, sp, compiled):
     torch.testing.assert_close(results[0], results[1], rtol=bound, atol=bound / 100)
 
 
-# test_context_attention.py compiles every context
-DEFAULT = [("ring", True, True), ("ulysses", False, False)]
-
-
-@pytest.mark.parametrize(
-    ("context", "sp", "compiled"),
-    [
-        pytest.param(*case, marks=[pytest.mark.exhaustive] * (case not in DEFAULT))
-        for case in itertools.product(CONTEXTS, (False, True), (False, True))
-    ],
-)
-def test_compiled_and_recomputed(context, sp, compiled):
-    ranks.run(_wrapped, 4, (2, 2), context, sp, compiled, timeout=120)
-
-
-def _autocast(group, context):
+@pytest.mark.parametrize("context", CONTEXTS)
+@ranks.on_all(2)
+def test_autocast(group, context):
     options = CASES["gqa"] | {"qk_norm": True}
     s = Setting((2, 1), options, oracle.random_state(make(options)), PACKED, context=context)
     s.module.float()
@@ -200,11 +199,6 @@ def _autocast(group, context):
         y = s.module(x, layout=s.layout)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), plain, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_autocast(context):
-    ranks.run(_autocast, 2, context)
 
 
 # A cache that a context group has filled
@@ -239,7 +233,8 @@ def test_a_cache_that_a_context_group_has_filled(context, static):
 # A way of one's own
 
 
-def _own_way(group):
+@ranks.on_all(2)
+def test_attention_by_a_callable(group):
     seen = []
 
     def attend(q, k, v, layout):
@@ -256,14 +251,13 @@ def _own_way(group):
     assert seen == [((1, n, 8, 4), (1, n, 4, 4))]
 
 
-def test_attention_by_a_callable():
-    ranks.run(_own_way, 2)
-
-
 # The sum of gradients
 
 
-def _summed(group, bucket):
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("bucket", [1, 64, 1 << 20])
+@ranks.on_all()
+def test_sum_gradients(group, bucket):
     tp_ext.parallel.gradient_sum._BUCKET_BYTES = bucket
     rank, p = group.rank(), group.size()
     dtypes = (torch.float64, torch.float32)
@@ -280,12 +274,6 @@ def _summed(group, bucket):
         assert param.grad.dtype == param.dtype and param.grad.eq(want).all()
     assert nowhere.grad is None and main.grad is None and main.main_grad.eq(total).all()
     return tp_ext.parallel.gradient_sum._BUCKET_BYTES
-
-
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("bucket", [1, 64, 1 << 20])
-def test_sum_gradients(p, bucket):
-    ranks.run(_summed, p, bucket)
 
 
 def test_sum_gradients_of_one_rank_is_nothing():

@@ -203,7 +203,11 @@ def test_each_exchange_begins_before_the_attention_to_the_block_at_hand():
         assert events == ["exchange", "attend", "exchange", "attend", "attend"]
 
 
-def _compiled(group, context, options):
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sliding_window": 3}], ids=str)
+@ranks.on_all(2, timeout=120)
+def test_compiles_whole(group, context, options):
     layout = ContextLayout([4, 0, 1], group=group)  # a graph has the scores of every two chunks
     # The fake of the flash kernel of torch 2.11 gives fp32 for the log-sum-exps of fp64
     dtype, bound = (torch.float64, 1e-13) if torch.__version__ >= "2.12" else (torch.float32, 1e-6)
@@ -220,14 +224,9 @@ def _compiled(group, context, options):
     torch.testing.assert_close(results(compiled), results(f), rtol=bound, atol=bound)
 
 
-@pytest.mark.thinned(1)
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sliding_window": 3}], ids=str)
-def test_compiles_whole(context, options):
-    ranks.run(_compiled, 2, context, options, timeout=120)
-
-
-def _recomputed(group, context):
+@ranks.on_all(2)
+def test_recomputed_by_a_checkpoint(group, context):
     layout = ContextLayout([9, 0, 5], group=group)
     inputs = [layout.shard(t).requires_grad_() for t in drawn(14, (4, 4), 8, torch.float64)[:3]]
 
@@ -240,11 +239,6 @@ def _recomputed(group, context):
     y = torch.utils.checkpoint.checkpoint(f, *inputs, use_reentrant=False)
     again = torch.autograd.grad(y.sin().sum(), inputs)
     assert all(map(torch.equal, plain, again))
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_recomputed_by_a_checkpoint(context):
-    ranks.run(_recomputed, 2, context)
 
 
 def _with_dropout(group, context, batch, lengths, options):

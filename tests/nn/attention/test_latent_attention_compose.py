@@ -77,7 +77,18 @@ def test_a_learned_mask_has_its_whole_gradient():
 # What wraps a module
 
 
-def _wrapped(group, wrap, sp):
+def _compile(module):
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
+def _checkpoint(module):
+    return lambda *args, **kwargs: checkpoint(module, *args, use_reentrant=False, **kwargs)
+
+
+@BOTH
+@pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
+@ranks.on_all(2, timeout=120)
+def test_compiled_and_recomputed_as_eager(group, wrap, sp):
     torch._dynamo.reset()
     module = make(CASE, group, sequence_parallel=sp, dropout=0.3)
     x, results = torch.randn(10, HIDDEN, dtype=torch.float64), []
@@ -90,21 +101,9 @@ def _wrapped(group, wrap, sp):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def _compile(module):
-    return torch.compile(module, fullgraph=True, backend="aot_eager")
-
-
-def _checkpoint(module):
-    return lambda *args, **kwargs: checkpoint(module, *args, use_reentrant=False, **kwargs)
-
-
 @BOTH
-@pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
-def test_compiled_and_recomputed_as_eager(wrap, sp):
-    ranks.run(_wrapped, 2, wrap, sp, timeout=120)
-
-
-def _autocast(group, sp):
+@ranks.on_all(2)
+def test_autocast_gives_the_low_precision(group, sp):
     module = make(CASE, group, dtype=torch.float32, sequence_parallel=sp)
     x = torch.randn(10, HIDDEN)
     own = x.tensor_split(group.size())[group.rank()] if sp else x
@@ -119,11 +118,6 @@ def _autocast(group, sp):
     assert y.dtype == cached.dtype == torch.bfloat16
     for one in (y, cached):
         assert (one - want).abs().max() <= 0.05 * want.abs().max()  # a dozen units in bf16's last place
-
-
-@BOTH
-def test_autocast_gives_the_low_precision(sp):
-    ranks.run(_autocast, 2, sp)
 
 
 def _fsdp(group, state, x, g):

@@ -57,7 +57,10 @@ class Long(nn.Module):
         return x + self.moe(x, batch_size=BATCH)
 
 
-def _context(group, router):
+@pytest.mark.parametrize("router", [CONFIG, SEQUENCE], ids=["batch", "sequence"])
+@ranks.on_all(4)
+def test_context_and_expert_parallelism(group, router):
+    """The losses of routers and all gradients, over cp x ep = 2 x 2; 9 tokens a sequence, so 5 and 4 on the ranks."""
     mesh = mesh_of(2, 2, 1, names=("cp", "ep", "tp"))
     cp, ep = mesh["cp"], mesh["ep"]
     net, one = Long(mesh, router), Long(router=router)
@@ -72,12 +75,6 @@ def _context(group, router):
     torch.testing.assert_close(layout.unshard(y), result.chunk(2)[own], **CLOSE)
     torch.testing.assert_close(tp_ext.router_loss(net), tp_ext.router_loss(one), **CLOSE)
     compare(net, one, [cp, ep])
-
-
-@pytest.mark.parametrize("router", [CONFIG, SEQUENCE], ids=["batch", "sequence"])
-def test_context_and_expert_parallelism(router):
-    """The losses of routers and all gradients, over cp x ep = 2 x 2; 9 tokens a sequence, so 5 and 4 on the ranks."""
-    ranks.run(_context, 4, router)
 
 
 # Pipelines
@@ -114,7 +111,9 @@ def square(output, target):
     return (output - target).square().mean()
 
 
-def _pipeline(group, schedule):
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@ranks.on_all(4, timeout=120)
+def test_stages_attach_the_losses_of_their_routers(group, schedule):
     mesh = mesh_of(2, 2, names=("pp", "ep"))
     pp, ep = mesh["pp"], mesh["ep"]
     one = Deep()
@@ -130,15 +129,11 @@ def _pipeline(group, schedule):
         compare(stage, one, [ep])
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_stages_attach_the_losses_of_their_routers(schedule):
-    ranks.run(_pipeline, 4, schedule, timeout=120)
-
-
 # States
 
 
-def _from_rank_0(group):
+@ranks.on_all(4)
+def test_a_state_that_rank_0_has_alone(group):
     mesh = mesh_of(1, 2, 2, names=("dp", "ep", "tp"))
     one, net = experts(1, None), experts(1, mesh, mesh["tp"])
     with torch.no_grad():
@@ -159,7 +154,3 @@ def _from_rank_0(group):
             assert torch.equal(full[name], value), name
         for name, held in moments["state"].items():
             assert all(torch.equal(states["state"][name][key], value) for key, value in held.items()), name
-
-
-def test_a_state_that_rank_0_has_alone():
-    ranks.run(_from_rank_0, 4)

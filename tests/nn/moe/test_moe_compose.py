@@ -89,15 +89,12 @@ def test_every_gradient_is_that_of_a_plain_call(call, attach):
         torch.testing.assert_close(explicit[name], attached[name], rtol=1e-13, atol=1e-14)
 
 
-def _reset(group):
+@ranks.on_all(4)
+def test_pickle(group):
     layer, _ = made((1, 2, 2))
     again = pickle.loads(pickle.dumps(layer))
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), again.parameters(), strict=True))
     assert again.losses is None
-
-
-def test_pickle():
-    ranks.run(_reset, 4)
 
 
 # Communication

@@ -47,7 +47,11 @@ def _derivatives(call, name, sizes, tensors):
     return [*results, *first, *second]
 
 
-def _same(group, traced):
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("p", [2, 3])
+@ranks.on_all()
+def test_operator_is_exchange_and_linear(group, traced):
+    """Uneven numbers of rows, a rank without rows; derivatives of first and second order."""
     name, sizes, tensors = _operands(group)
     want = _derivatives(_in_turn, name, sizes, tensors)
     if traced:
@@ -63,14 +67,8 @@ def _same(group, traced):
     )
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("p", [2, 3])
-def test_operator_is_exchange_and_linear(p, traced):
-    """Uneven numbers of rows, a rank without rows; derivatives of first and second order."""
-    ranks.run(_same, p, traced)
-
-
-def _under_compile_autocast_main_grad(group):
+@ranks.on_all(2)
+def test_operator_under_compile_autocast_and_main_grad(group):
     name, sizes, tensors = _operands(group)
     torch._dynamo.reset()
     compiled = torch.compile(_overlapped, fullgraph=True, backend="aot_eager")(name, sizes, *tensors)
@@ -89,10 +87,6 @@ def _under_compile_autocast_main_grad(group):
         _ops.all_to_all_linear(tensors[0], name, [9, 9], sizes[1], *tensors[1:])
     with pytest.raises(ValueError, match="x: shape"):
         _ops.all_to_all_linear(tensors[0], name, *sizes, tensors[0], tensors[2])
-
-
-def test_operator_under_compile_autocast_and_main_grad():
-    ranks.run(_under_compile_autocast_main_grad, 2)
 
 
 class _Signal:

@@ -222,7 +222,13 @@ def test_sequential(tmp_path):
     ranks.run(_sequential, 2, tmp_path / "saved")
 
 
-def _tied_gradients(group):
+def _into_main_grad(param):
+    param.main_grad += param.grad
+    param.grad = None
+
+
+@ranks.on_all(2)
+def test_tied_gradients_of_several_steps(group):
     """Gradients of several steps add up, in main_grad, too."""
     one, ids, target = model(tied=True), *batch(0)
     schedule = pipeline_stages(model(tied=True), group, microbatches=4, loss=loss_of(None), count=valid)
@@ -236,16 +242,13 @@ def _tied_gradients(group):
     assert weight.grad is None
 
 
-def _into_main_grad(param):
-    param.main_grad += param.grad
-    param.grad = None
+def _fill(stage):
+    for name, param in stage.named_parameters():
+        nn.init.constant_(param, 2.0 if name == "head.weight" else 1.0)
 
 
-def test_tied_gradients_of_several_steps():
-    ranks.run(_tied_gradients, 2)
-
-
-def _meta(group):
+@ranks.on_all(2)
+def test_meta(group):
     """Stages on meta get memory, and their values from a full state; their tied weights are equal before."""
     mesh = mesh_of(2, 1, 1, 1)
     whole = model(tied=True)
@@ -263,15 +266,6 @@ def _meta(group):
     loss.backward()
     torch.testing.assert_close(schedule.loss, loss.detach(), **CLOSE)
     _same_gradients(schedule, whole)
-
-
-def _fill(stage):
-    for name, param in stage.named_parameters():
-        nn.init.constant_(param, 2.0 if name == "head.weight" else 1.0)
-
-
-def test_meta():
-    ranks.run(_meta, 2)
 
 
 def _by_name(group, schedule, sp, meta):

@@ -56,19 +56,22 @@ def same_gradients(schedule, one):
                 torch.testing.assert_close(param.grad, want, msg=name, **CLOSE)
 
 
-def _frozen(group, name):
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@ranks.on_all(2)
+def test_a_first_stage_without_gradients(group, name):
     schedule, one = pipeline_stages(frozen(), group, schedule=name, microbatches=4, loss=mse), frozen()
     schedule.step(X, target=X + 1)
     mse(one(X), X + 1).backward()
     same_gradients(schedule, one)
 
 
-@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_a_first_stage_without_gradients(name):
-    ranks.run(_frozen, 2, name)
+def stage_param(schedule, name):
+    return next(stage.get_parameter(name) for stage in schedule.stages if name in dict(stage.named_parameters()))
 
 
-def _evaluation(group, name):
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+@ranks.on_all(2)
+def test_evaluation_between_steps_under_fsdp(group, name):
     """Gradients of two steps add up with evaluations between them, which use the weights of their time."""
     mesh = tp_ext.init_mesh("cpu", pp=1, dp=2)
     net = linears()
@@ -93,21 +96,13 @@ def _evaluation(group, name):
     torch.testing.assert_close(schedule.eval(x), one(x), **CLOSE)
 
 
-def stage_param(schedule, name):
-    return next(stage.get_parameter(name) for stage in schedule.stages if name in dict(stage.named_parameters()))
-
-
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_evaluation_between_steps_under_fsdp(name):
-    ranks.run(_evaluation, 2, name)
-
-
 def _into_main_grad(param):
     param.main_grad += param.grad
     param.grad = None
 
 
-def _tied(group):
+@ranks.on_all(2)
+def test_tied_weights(group):
     """Hooks and main_grad that the weight has before; a gradient that no stage adds to stays as it was."""
     one, made = Tied(), Tied()
     for param in made.parameters():
@@ -130,11 +125,9 @@ def _tied(group):
     assert weight.grad is given and weight.grad.eq(1).all()
 
 
-def test_tied_weights():
-    ranks.run(_tied, 2)
-
-
-def _after_an_error(group, name):
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
+@ranks.on_all(1)
+def test_a_step_after_an_error(group, name):
     """A loss that raises once leaves the gradients of tied weights and nothing else behind."""
     calls = []
 
@@ -169,12 +162,8 @@ def _after_an_error(group, name):
             torch.testing.assert_close(param.grad, want, msg=name, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_a_step_after_an_error(name):
-    ranks.run(_after_an_error, 1, name)
-
-
-def _without_target(group):
+@ranks.on_all(2)
+def test_evaluation_without_target(group):
     schedule = pipeline_stages(linears(), group, microbatches=2, loss=mse)
     for train in (False, True):
         if train:
@@ -187,11 +176,8 @@ def _without_target(group):
     torch.testing.assert_close(schedule.loss, mse(linears()(X), X).detach(), **CLOSE)
 
 
-def test_evaluation_without_target():
-    ranks.run(_without_target, 2)
-
-
-def _fused(group):
+@ranks.on_all(2)
+def test_grad_accumulation_fusion(group):
     """main_grad of layers that add to it themselves, set after the stages are made; no second forward for shapes."""
     torch.manual_seed(0)
     options = {"group": None, "dtype": torch.float64}
@@ -210,10 +196,6 @@ def _fused(group):
         torch.testing.assert_close(found, one.get_parameter(name).grad, msg=name, **CLOSE)
 
 
-def test_grad_accumulation_fusion():
-    ranks.run(_fused, 2)
-
-
 class Scaled(nn.Linear):
     def __init__(self):
         super().__init__(4, 4)
@@ -223,7 +205,8 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-def _ignored(group):
+@ranks.on_all(2)
+def test_a_parameter_that_fsdp_ignores(group):
     """A parameter that FSDP2 ignores keeps its dtype, and so gives the stage's output its own."""
     mesh = tp_ext.init_mesh("cpu", pp=2, dp=1)
     torch.manual_seed(0)
@@ -234,10 +217,6 @@ def _ignored(group):
     schedule = pipeline_stages(made, mesh["pp"], microbatches=2, loss=mse, fsdp=fsdp)
     schedule.step(X.float(), target=X)
     torch.testing.assert_close(schedule.loss, want, rtol=0.02, atol=0)
-
-
-def test_a_parameter_that_fsdp_ignores():
-    ranks.run(_ignored, 2)
 
 
 class Table(nn.Module):
@@ -252,7 +231,13 @@ class Table(nn.Module):
         return self.linear(x) * self.table
 
 
-def _tables(group):
+def _fill(stage):
+    for tensor in (*stage.parameters(), *stage.buffers()):
+        nn.init.constant_(tensor, 3.0)
+
+
+@ranks.on_all(2)
+def test_buffers_of_a_model_on_meta(group):
     """Buffers that are not on meta keep their values; those on meta that would get none are refused."""
     tp_ext.manual_seed(0)
     with torch.device("meta"):
@@ -268,15 +253,6 @@ def _tables(group):
         pipeline_stages(real, group, microbatches=2, loss=mse, init=_fill)
     schedule = pipeline_stages(without, group, microbatches=2, loss=mse, init=_fill)
     assert all(table.eq(3).all() for table in schedule.stages[0].buffers())
-
-
-def _fill(stage):
-    for tensor in (*stage.parameters(), *stage.buffers()):
-        nn.init.constant_(tensor, 3.0)
-
-
-def test_buffers_of_a_model_on_meta():
-    ranks.run(_tables, 2)
 
 
 class Cached(nn.Linear):

@@ -1,11 +1,10 @@
 """The parts of a model that a pipeline is made of, and a stage: some of them, under the names of the whole model."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -21,11 +20,13 @@ class ModelPart(NamedTuple):
         name: the name of the module in the whole model; "" for a function.
         function: the module or function.
         keywords: the names of its optional arguments, as ``step`` may pass them; None if it takes any.
+        size: the number of elements of its full parameters.
     """
 
     name: str
     function: Callable[..., Any]
     keywords: frozenset[str] | None
+    size: int
 
 
 class ReadParameterError(ValueError):
@@ -43,15 +44,27 @@ class ModelParts(NamedTuple):
     def all(self) -> list[ModelPart]:
         return [*self.first, *self.blocks, *self.last]
 
-    def of_stages(self, counts: Sequence[int]) -> list[list[ModelPart]]:
-        """Returns the parts of each stage, from the number of blocks of each."""
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of what precedes the blocks, of each block, and of what follows them."""
+        first, blocks, last = ([part.size for part in parts] for parts in self)
+        return [sum(first), *blocks, sum(last)]
+
+    @property
+    def keywords(self) -> frozenset[str] | None:
+        """The names of the optional arguments that some part takes; None if one takes any."""
+        names = [part.keywords for part in self.all]
+        return None if None in names else frozenset().union(*filter(None, names))
+
+    def stages(self, counts: Sequence[int], training: bool) -> list["PipelinePart"]:
+        """Returns the module of each stage, from the number of blocks of each."""
         stages, begin = [], 0
         for count in counts:
             stages.append(self.blocks[begin : begin + count])
             begin += count
         stages[0] = self.first + stages[0]
         stages[-1] = stages[-1] + self.last
-        return stages
+        return [PipelinePart(parts, training) for parts in stages]
 
 
 def parts_of(census: Census) -> ModelParts:
@@ -72,21 +85,11 @@ def parts_of(census: Census) -> ModelParts:
             f"model: {type(model).__name__} must have pipeline_parts(), which returns what comes before its blocks, "
             "the blocks, and what comes after, or be an nn.Sequential"
         )
-    parts = ModelParts(*([_part(one, census.paths) for one in _listed(given)] for given in (first, blocks, last)))
+    parts = ModelParts(*([_part(one, census) for one in _listed(given)] for given in (first, blocks, last)))
     if not parts.blocks:
         raise ValueError(f"model: {type(model).__name__} must have blocks")
     _check_coverage(census, parts)
     return parts
-
-
-def keywords_of(parts: ModelParts) -> frozenset[str] | None:
-    """Returns the names of the optional arguments that some part takes; None if one takes any."""
-    found: frozenset[str] = frozenset()
-    for part in parts.all:
-        if part.keywords is None:
-            return None
-        found |= part.keywords
-    return found
 
 
 class PipelinePart(nn.Module):
@@ -107,7 +110,7 @@ class PipelinePart(nn.Module):
         self.training = training
         self._called = False
         steps: list[tuple[str, Callable[..., Any] | None, frozenset[str] | None]] = []
-        for name, function, keywords in parts:
+        for name, function, keywords, _ in parts:
             if name:
                 _place(self, name, function)
             steps.append((name, None if name else function, keywords))  # a module is registered, and nowhere else
@@ -173,11 +176,6 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def elements(part: ModelPart, sizes: Mapping[Tensor, int]) -> int:
-    """Returns the number of elements of the parameters of a part, from those of each."""
-    return sum(sizes[param] for param in part.function.parameters()) if isinstance(part.function, nn.Module) else 0
-
-
 def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
@@ -186,18 +184,20 @@ def _listed(given: Any) -> list[Any]:
     return list(given.values()) if isinstance(given, nn.ModuleDict) else [given]
 
 
-def _part(given: Any, names: Mapping[nn.Module, str]) -> ModelPart:
+def _part(given: Any, census: Census) -> ModelPart:
     if isinstance(given, nn.Module):
         # The name of the model itself is empty: it cannot be one of its own parts
-        if not names.get(given):
+        if not (name := census.paths.get(given)):
             raise ValueError(
                 f"model: the part {type(given).__name__} must be a module inside of the model; list the modules "
                 "themselves"
             )
-        return ModelPart(names[given], given, _keywords(given))
+        params = set(given.parameters())
+        size = sum(entry.shape.numel() for entry in census.parameters.values() if entry.value in params)
+        return ModelPart(name, given, _keywords(given), size)
     if not callable(given):
         raise TypeError(f"model: the part {given!r} must be a module or a function of the activations")
-    return ModelPart("", given, _keywords(given))
+    return ModelPart("", given, _keywords(given), 0)
 
 
 def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -271,12 +271,3 @@ def _place(root: nn.Module, name: str, module: Any) -> None:
             root.add_module(key, container)
         root = root.get_submodule(key)
     root.add_module(last, module)
-
-
-def compiled_modules(model: nn.Module) -> list[str]:
-    """Returns the names of modules that are compiled, in place or by ``torch.compile``."""
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-    ]

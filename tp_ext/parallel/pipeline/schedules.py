@@ -14,7 +14,6 @@ from torch.distributed.pipelining import schedules
 from tp_ext._checks import check_choice, check_int
 from tp_ext.model.census import Census
 from tp_ext.model.names import reset_parameters
-from tp_ext.parallel.pipeline.parts import compiled_modules
 
 OLDEST_TORCH = (2, 15)
 
@@ -137,11 +136,14 @@ def check_model(schedule: Schedule, model: Census, parts: Sequence[nn.Module], i
         return
     refuse = functools.partial(_refuse, schedule)
     for part in parts:
-        if compiled := compiled_modules(part):
-            refuse(f"{compiled[0]!r} is compiled", "compiled code cannot run its backward in halves")
         for name, module in part.named_modules():
-            if isinstance(module, CheckpointWrapper) or _is_checkpointed(module):
-                refuse_recomputation(schedule, name or type(module).__name__)
+            where = name or type(module).__name__
+            # By torch.compile, or in place
+            if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+                refuse(f"{where!r} is compiled", "compiled code cannot run its backward in halves")
+            # By a wrapper, or by torch.distributed._composable.checkpoint
+            if isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or {}):
+                refuse_recomputation(schedule, where)
     check_hooks(schedule, parts)
 
 
@@ -200,8 +202,3 @@ def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
 
 def _refuse(schedule: Schedule, what: str, why: str) -> None:
     raise ValueError(f"model: {what}, and must not with {schedule.name}, which splits the backward: {why}")
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    """Returns whether torch.distributed._composable.checkpoint was applied to the module."""
-    return "checkpoint" in (_get_registry(module) or {})

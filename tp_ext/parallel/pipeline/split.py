@@ -9,12 +9,12 @@ Split = None | str | Sequence[float]
 _END = 1e-3  # of a block: with equal blocks a remainder goes to inner stages, since the ends also have other parts
 
 
-def split_blocks(split: Split, blocks: int, stages: int, sizes: Callable[[], Sequence[float]]) -> list[int]:
+def split_blocks(split: Split, blocks: int, stages: int, sizes: Sequence[float]) -> list[int]:
     """Returns the number of blocks of each stage, at least one.
 
     Args:
         split: see :func:`tp_ext.parallel.pipeline_stages`.
-        sizes: returns the parameters of what precedes the blocks, of each block, and of what follows them.
+        sizes: the numbers of parameters of what precedes the blocks, of each block, and of what follows them.
 
     Raises:
         ValueError: fewer blocks than stages, or a split of another form. TypeError: it is of another type.
@@ -24,7 +24,7 @@ def split_blocks(split: Split, blocks: int, stages: int, sizes: Callable[[], Seq
     if split is None:
         return balanced([_END, *[1.0] * blocks, _END], stages)
     if split == "parameters":
-        return balanced(sizes(), stages)
+        return balanced(sizes, stages)
     if not isinstance(split, Collection):
         raise TypeError(f"split: {split!r} must be None, 'parameters', or a list of numbers of blocks or of costs")
     if not isinstance(split, str) and _are_counts(split, blocks, stages):
@@ -54,7 +54,7 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     until = [0.0, *itertools.accumulate(blocks)]
     best = _best(until, stages, float("inf"), max)
     limit = max(until[end] - until[begin] for begin, end in itertools.pairwise(best))
-    ends = _best(until, stages, limit * (1 + 1e-9), lambda one, other: one + other * other)
+    ends = _best(until, stages, limit * (1 + 1e-9), lambda total, cost: total + cost * cost)
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
@@ -68,17 +68,17 @@ def _best(until: list[float], stages: int, limit: float, add: Callable[[float, f
     blocks = len(until) - 1
     totals: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: its end -> the total, its begin
     for stage in range(1, stages + 1):
-        found: dict[int, tuple[float, int]] = {}
+        best: dict[int, tuple[float, int]] = {}
         # One block at least for each stage before and after this boundary
         for end in range(stage, blocks - (stages - stage) + 1):
             for begin, (total, _) in totals[-1].items():
                 cost = until[end] - until[begin]
                 if begin < end and cost <= limit:
                     new = add(total, cost)
-                    if end not in found or new < found[end][0]:
-                        found[end] = new, begin
-        totals.append(found)
+                    if end not in best or new < best[end][0]:
+                        best[end] = new, begin
+        totals.append(best)
     ends = [blocks]
-    for found in reversed(totals[1:]):
-        ends.append(found[ends[-1]][1])
+    for best in reversed(totals[1:]):
+        ends.append(best[ends[-1]][1])
     return ends[::-1]

@@ -18,7 +18,7 @@ from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
 from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
-from tp_ext.parallel.pipeline.parts import ModelParts, PipelinePart, elements, keywords_of, parts_of, watch_reads
+from tp_ext.parallel.pipeline.parts import parts_of, watch_reads
 from tp_ext.parallel.pipeline.schedules import (
     check_meta,
     check_microbatches,
@@ -29,7 +29,7 @@ from tp_ext.parallel.pipeline.schedules import (
 from tp_ext.parallel.pipeline.shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline.split import Split, split_blocks
 from tp_ext.parallel.pipeline.steps import PipelineSetup, PipelineSteps
-from tp_ext.parallel.pipeline.tied import TiedWeights, find_tied, retied
+from tp_ext.parallel.pipeline.tied import TiedWeights
 from tp_ext.parallel.run_checks import check_model_is_new, check_shards, note_parallelized
 from tp_ext.parallel.step_loss import StepLoss
 
@@ -154,9 +154,10 @@ def pipeline_stages(
     options = _fsdp_options(fsdp)
     if options:
         check_shards(whole)
-    counts = split_blocks(split, len(parts.blocks), number, lambda: _sizes(parts, whole))
-    modules_of_stages = [PipelinePart(part, model.training) for part in parts.of_stages(counts)]
-    tied = find_tied(whole, modules_of_stages)
+    modules_of_stages = parts.stages(split_blocks(split, len(parts.blocks), number, parts.sizes), model.training)
+    own_stages = {stage: modules_of_stages[stage] for stage in known.stages_of(rank, ranks, per_rank)}
+    owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
+    copies = TiedWeights(whole, modules_of_stages, own_stages, owner_of, group)
     if options:
         _check_sharding(modules_of_stages, [part.name for part in parts.blocks])
         _check_axis(options["mesh"], group)
@@ -170,9 +171,6 @@ def pipeline_stages(
     precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None), ignored)
     # Before FSDP2 shards the parameters
     shapes = ShapeModel(modules_of_stages, stage_device, precision)
-    own_stages = {stage: modules_of_stages[stage] for stage in known.stages_of(rank, ranks, per_rank)}
-    owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
-    copies = TiedWeights(tied, own_stages, owner_of, group)
     # Before memory and shards: a copy is a parameter of its own to the initialiser and to FSDP2
     copies.separate()
     blocks = [cast(nn.Module, part.function) for part in parts.blocks]
@@ -201,7 +199,7 @@ def pipeline_stages(
         step_loss,
         clock,
         copies,
-        keywords_of(parts),
+        parts.keywords,
         microbatches,
         bool(options),
         context or _no_context,
@@ -213,12 +211,6 @@ def pipeline_stages(
 
 def _no_context(step: int, microbatch: int) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-def _sizes(parts: ModelParts, model: Census) -> list[float]:
-    sizes = {entry.value: entry.shape.numel() for entry in model.parameters.values()}
-    first, blocks, last = ([elements(part, sizes) for part in of_kind] for of_kind in parts)
-    return [sum(first), *blocks, sum(last)]
 
 
 def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
@@ -291,7 +283,9 @@ def materialise(
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-    retied(stage, list(names.values()))  # each has its own memory
+    for first, *others in names.values():  # each name of a tied parameter has got its own memory
+        for path, _, local in (name.rpartition(".") for name in others):
+            stage.get_submodule(path)._parameters[local] = stage.get_parameter(first)
     if options and init is not reset_parameters:
         _shard(stage, blocks, options, experts)
 

@@ -27,7 +27,7 @@ class TiedWeight(NamedTuple):
     names: dict[int, list[str]]
 
 
-def find_tied(model: Census, stages: Sequence[nn.Module]) -> list[TiedWeight]:
+def _find_tied(model: Census, stages: Sequence[nn.Module]) -> list[TiedWeight]:
     """Returns the weights that are tied over several stages, from the modules of all stages.
 
     Raises:
@@ -60,20 +60,26 @@ class TiedWeights:
     """Keeps tied weights equal: their gradients are summed over the stages, once in each step.
 
     Args:
-        tied: the tied weights of the whole model.
+        model: the whole model.
+        all_stages: the modules of all its stages.
         stages: stage -> module, for the stages of this rank.
         rank_of: stage -> the rank in the pipeline that has it.
         group: the pipeline.
+
+    Raises:
+        ValueError: a module with parameters is in several stages.
     """
 
     def __init__(
         self,
-        tied: Sequence[TiedWeight],
+        model: Census,
+        all_stages: Sequence[nn.Module],
         stages: Mapping[int, nn.Module],
         rank_of: Mapping[int, int],
         group: ProcessGroup,
     ) -> None:
         self._stages, self._group, self._rank = stages, group, group.rank()
+        tied = _find_tied(model, all_stages)
         self._tied = [one for one in tied if any(stage in stages for stage in one.names)]
         self._ranks = {one.original: sorted({rank_of[stage] for stage in one.names}) for one in self._tied}
         self._home = {one.original: rank_of[one.home] for one in self._tied}
@@ -96,8 +102,8 @@ class TiedWeights:
                         copy.register_hook(hook)
                     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                         copy.register_post_accumulate_grad_hook(hook)
-                    for name in names:
-                        _set_parameter(module, name, copy)
+                    for path, _, local in (name.rpartition(".") for name in names):
+                        module.get_submodule(path)._parameters[local] = copy
                     declare_tied(module, dict.fromkeys(names, one.original))
 
     @torch.no_grad()
@@ -204,18 +210,6 @@ class TiedWeights:
     def _params(self, one: TiedWeight) -> dict[int, nn.Parameter]:
         held = [stage for stage in one.names if stage in self._stages]
         return {stage: self._stages[stage].get_parameter(one.names[stage][0]) for stage in held}
-
-
-def retied(module: nn.Module, names: Sequence[Sequence[str]]) -> None:
-    """Makes the parameters of each list of names one parameter again."""
-    for same in names:
-        for name in same[1:]:
-            _set_parameter(module, name, module.get_parameter(same[0]))
-
-
-def _set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    path, _, last = name.rpartition(".")
-    module.get_submodule(path)._parameters[last] = param
 
 
 def _add(param: nn.Parameter, name: str, total: Tensor, earlier: Tensor | None) -> None:
