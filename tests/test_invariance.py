@@ -21,10 +21,14 @@ pytestmark = pytest.mark.core
 # What differs from the default: grouped heads over ranks (2 KV heads), qk-norm, RoPE, SwiGLU, dropout by index
 CASES = {
     "fp32": {},
-    "fp32, KV heads and blocks cross": {"kv_heads": 4, "blocks": 6, "dropout": 0.0, "sliding_window": 5},
-    "fp64": {"dtype": torch.float64, "kv_heads": 8, "softcap": 5.0, "activation": "gelu", "blocks": 5},
+    "fp32, KV heads and blocks cross": {"num_kv_heads": 4, "blocks": 6, "dropout": 0.0, "sliding_window": 5},
+    "fp64": {"dtype": torch.float64, "num_kv_heads": 8, "softcap": 5.0, "activation": "gelu", "blocks": 5},
     "bf16": {"dtype": torch.bfloat16, "dropout": 0.0, "qk_norm": False},
     "autocast": {"autocast": True, "activation": "silu"},
+    "experts": {"moe": {}, "layers": 1, "blocks": 7},
+    "experts, sigmoid": {"moe": {"scores": "sigmoid"}, "autocast": True, "layers": 1, "activation": "gelu"},
+    "latent attention": {"latent": {"q_lora_rank": 20}, "layers": 1, "dtype": torch.float64},
+    "latent attention without dropout": {"latent": {}, "layers": 1, "dropout": 0.0, "blocks": 6},
     "muon": {"muon": True, "steps": 3},
     "loss": {"loss": {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 7, "reduction": "sum"}, "layers": 1},
 }
@@ -107,6 +111,26 @@ def _values():
             attend,
         ),
         (lambda: tp_ext.LayerNorm(48, group=None), None),
+        (
+            lambda: tp_ext.ParallelMoE(
+                48,
+                20,
+                6,
+                2,
+                bias=True,
+                shared_experts=1,
+                attach_loss=1.0,
+                group=None,
+                router=tp_ext.RouterConfig(balance_loss=0.1, z_loss=0.01),
+            ),
+            None,
+        ),
+        (
+            lambda: tp_ext.ParallelLatentAttention(
+                48, 8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, kv_lora_rank=12, group=None
+            ),
+            attend,
+        ),
         (lambda: tp_ext.RMSNorm(48, group=None), lambda layer: sum(layer(x_in, 2 * x_in))),
         (lambda: Block(None, dropout=0.0), lambda layer: layer(x_in, 2, 12)),
     ]
@@ -214,7 +238,6 @@ def test_sizes_of_blocks():
 
 def _layers():
     linear, target = {"group": None}, torch.ones(2).long()
-    latent = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
     return [
         (lambda: tp_ext.ColumnParallelLinear(8, 8, overlap_chunks=2, **linear), "overlap_chunks: 2"),
         (lambda: tp_ext.RowParallelLinear(8, 8, grad_accumulation_fusion=True, **linear), "grad_accumulation_fusion"),
@@ -223,8 +246,8 @@ def _layers():
         (lambda: tp_ext.ParallelAttention(16, 2, attend=print, **linear), "attend: "),
         (lambda: tp_ext.VocabParallelEmbedding(16, 4, pad_to_multiple_of=8, **linear), "pad_to_multiple_of: 8"),
         (lambda: tp_ext.VocabParallelEmbedding(4, 4, **linear), "vocab_size: 4"),
-        (lambda: tp_ext.ParallelMoE(8, 8, 4, 2, **linear), "ParallelMoE: "),
-        (lambda: tp_ext.ParallelLatentAttention(16, 2, **latent, **linear), "ParallelLatentAttention: "),
+        (lambda: tp_ext.ParallelMoE(8, 8, 4, 2, capacity=1.0, **linear), "capacity: 1.0"),
+        (lambda: tp_ext.LoRALinear(tp_ext.ColumnParallelLinear(8, 8, **linear), 2, alpha=1), "LoRALinear: "),
         (lambda: tp_ext.coalesce_gradients(tp_ext.LayerNorm(8, group=None)), "module: "),
         (lambda: tp_ext.linear_cross_entropy(torch.ones(2, 4), torch.ones(8, 4), target, None), "linear_cross_entropy"),
         (lambda: tp_ext.reduce_from_region(torch.ones(2), None), "reduce_from_region: "),

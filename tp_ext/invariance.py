@@ -119,7 +119,7 @@ def refuse_in_blocks(blocks: int | None, **options: object) -> None:
     if blocks is None:
         return
     for name, value in options.items():
-        if value not in (None, False) and (value is True or value != 1):  # 1: of a number of chunks
+        if value is not None and value is not False:
             raise ValueError(f"{name}: {value!r} must not be given in tp_invariant: its sums depend on the ranks")
 
 

@@ -9,16 +9,25 @@ SIZES = {"vocab": 101, "hidden": 48, "heads": 8, "kv_heads": 2, "ffn": 100, "hea
 
 
 class Block(nn.Module):
-    def __init__(self, group, sequence_parallel=False, dropout=0.1, kv_heads=2, activation="swiglu", **attention):
+    def __init__(
+        self, group, sequence_parallel=False, dropout=0.1, activation="swiglu", moe=None, latent=None, **attention
+    ):
         super().__init__()
         hidden, where = SIZES["hidden"], {"group": group, "sequence_parallel": sequence_parallel}
         self.norm1 = tp_ext.LayerNorm(hidden, **where)
         self.norm2 = tp_ext.RMSNorm(hidden, **where)
-        self.attention = tp_ext.ParallelAttention(
-            hidden, SIZES["heads"], num_kv_heads=kv_heads, head_dim=SIZES["head_dim"], dropout=dropout,
-            **where, **({"rope": 1e4, "qk_norm": True} | attention),
-        )  # fmt: skip
-        self.mlp = tp_ext.ParallelMLP(hidden, SIZES["ffn"], activation=activation, **where)
+        if latent is None:
+            heads = {"num_kv_heads": 2, "head_dim": SIZES["head_dim"], "rope": 1e4, "qk_norm": True} | attention
+            self.attention = tp_ext.ParallelAttention(hidden, SIZES["heads"], dropout=dropout, **heads, **where)
+        else:
+            dims = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "kv_lora_rank": 12} | latent
+            self.attention = tp_ext.ParallelLatentAttention(hidden, SIZES["heads"], dropout=dropout, **dims, **where)
+        if moe is None:
+            self.mlp = tp_ext.ParallelMLP(hidden, SIZES["ffn"], activation=activation, **where)
+        else:
+            router = tp_ext.RouterConfig(balance_loss=0.1, z_loss=0.01, **moe)
+            experts = {"activation": activation, "bias": True, "shared_experts": 1, "router": router}
+            self.mlp = tp_ext.ParallelMoE(hidden, 20, 6, 2, attach_loss=1.0, **experts, **where)
         self.dropout = tp_ext.Dropout(dropout, **where)
 
     def forward(self, x, batch, tokens):

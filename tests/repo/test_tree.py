@@ -384,7 +384,7 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 4050,  # blocks of tp_invariant
+    "": 4050,
     "_ops": 1400,
     "auto": 11200,  # conversions of direct calls, numbers read of parameters
     "checkpoint": 4750,
@@ -393,7 +393,7 @@ BUDGETS = {
     "lightning": 350,
     "mesh_program": 1150,
     "model": 1750,
-    "nn": 5850,
+    "nn": 5950,  # with forms in blocks of tp_invariant
     "optim": 1150,
     "outside": 1900,
     "parallel": 3750,

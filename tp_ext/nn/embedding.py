@@ -285,7 +285,7 @@ class VocabParallelLMHead(_VocabParallel):
             device=device,
             dtype=dtype,
         )
-        refuse_in_blocks(self.invariant_blocks, grad_accumulation_fusion=grad_accumulation_fusion)
+        refuse_in_blocks(self.invariant_blocks, grad_accumulation_fusion=bool(grad_accumulation_fusion))
         if self.invariant_blocks is not None:
             self._segments = self.sharding.segments(self.tp_group.rank, self.tp_group.size)
         self.hidden_size = hidden_size

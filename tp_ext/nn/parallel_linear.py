@@ -86,7 +86,9 @@ class ParallelLinear(ParallelModule):
         check_flag(reshard_after_forward=reshard_after_forward)
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         refuse_in_blocks(
-            self.invariant_blocks, grad_accumulation_fusion=grad_accumulation_fusion, overlap_chunks=overlap_chunks
+            self.invariant_blocks,
+            grad_accumulation_fusion=bool(grad_accumulation_fusion),
+            overlap_chunks=overlap_chunks if overlap_chunks > 1 else None,
         )
         self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
         if self.on_two_axes:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag
 from tp_ext.group import Group
+from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.parallel_linear import accumulated, main_grad_of
 from tp_ext.random import Init, torch_linear_init
@@ -27,6 +28,7 @@ class ReplicatedLinear(ParallelModule):
         init: initialiser of the weight; default and bias as ``nn.Linear``.
     """
 
+    has_blocks = True
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -45,6 +47,11 @@ class ReplicatedLinear(ParallelModule):
     ) -> None:
         check_flag(bias=bias, grad_accumulation_fusion=grad_accumulation_fusion)
         super().__init__(group, sequence_parallel=sequence_parallel)
+        refuse_in_blocks(
+            self.invariant_blocks,
+            sequence_parallel=bool(sequence_parallel),
+            grad_accumulation_fusion=bool(grad_accumulation_fusion),
+        )
         self.in_features, self.out_features = in_features, out_features
         self.grad_accumulation_fusion = grad_accumulation_fusion
         default = torch_linear_init(in_features)
@@ -67,6 +74,12 @@ class ReplicatedLinear(ParallelModule):
         # F.linear's own error does not name the argument
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"x: dtype {x.dtype} must be that of weight, {self.weight.dtype}")
+        if self.invariant_blocks is not None:
+            # All ranks have all tokens: one product, on one thread
+            refuse_compiled()
+            refuse_in_blocks(self.invariant_blocks, has_own_tokens=has_own_tokens)
+            whole = [0, 0, self.out_features]
+            return _ops.block_column_linear(x, self.weight, self.bias, "", False, None, 1, whole)
         if self.grad_accumulation_fusion and not self.is_coalesced("weight"):
             weight = self.parameter("weight", self._entering("weight", self.weight))
         else:

@@ -48,8 +48,8 @@ def norm_in_blocks(
             if groups.first:
                 row[0] = square(grad)
         elif groups.counts(layout, grad):
-            sharding, (_, p, rank) = layout[0]
-            if len(layout) > 1 or not sharding.blocks:
+            sharding, (_, p, rank) = next((entry for entry in layout if entry[0].blocks), layout[0])
+            if not sharding.blocks or any(group.size > 1 and other is not sharding for other, group in layout):
                 row[0] = sum(map(square, layout.owned(grad)), row[0])
                 continue
             flat = iter(sharding.segments(rank, p))

@@ -14,6 +14,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.invariance import refuse_in_blocks
+from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
@@ -84,6 +86,8 @@ class ParallelLatentAttention(SelfAttention):
         ValueError: fewer heads than ranks; sizes that are not positive, or do not fit ``rope``.
     """
 
+    has_blocks = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -134,14 +138,19 @@ class ParallelLatentAttention(SelfAttention):
         if self.scale is None:
             self.scale = qk_head_dim**-0.5 * (1.0 if scaling is None else scaling.score_factor)
         _, p, rank = self.tp_group
-        heads, _ = head_parts(num_heads, num_heads, 1, p)
+        blocks = self.invariant_blocks
+        refuse_in_blocks(blocks, exact_dropout=not exact_dropout and "False")
+        heads, _ = head_parts(num_heads, num_heads, 1, p, blocks or 0)
+        # The one rotated key serves the query heads of all blocks
+        self._shared_key = None if blocks is None else KVHeadsInBlocks(num_heads, 1, blocks, self.tp_group)
         self.num_heads = num_heads
         self.first_head_local, last = heads.span(rank, p)
         self.num_heads_local = last - self.first_head_local
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
 
-        place: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
+        # In blocks every rank computes the latents of all tokens
+        place: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel and blocks is None}
         place |= {"device": device, "dtype": dtype}
         linear = place | {"init": init, "grad_accumulation_fusion": grad_accumulation_fusion}
         sharded = linear | {"overlap_chunks": overlap_chunks}
@@ -157,7 +166,8 @@ class ParallelLatentAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps=norm_eps, **place)
         kv_head_dim = qk_nope_head_dim + v_head_dim
         self.kv_b_proj = ColumnParallelLinear(kv_lora_rank, num_heads * kv_head_dim, False, unit=kv_head_dim, **sharded)
-        self.o_proj = RowParallelLinear(num_heads * v_head_dim, hidden_size, bias, unit=v_head_dim, **sharded)
+        out = sharded | {"sequence_parallel": sequence_parallel}
+        self.o_proj = RowParallelLinear(num_heads * v_head_dim, hidden_size, bias, unit=v_head_dim, **out)
 
     def forward(
         self,
@@ -183,10 +193,13 @@ class ParallelLatentAttention(SelfAttention):
         """
         # Before the first collective, so that no rank waits for one that has raised
         batch, seq, lengths = self._sequences(x, batch_size, cu_seqlens, total_tokens, cos_sin)
+        refuse_in_blocks(self.invariant_blocks, cache=cache and type(cache).__name__)
         if cache is not None:
             self._check_cache(cache, batch, seq, lengths)
         if attn_mask is not None:
             self._check_mask(attn_mask, batch, seq, lengths, seq if cache is None else cache.keys_after(seq))
+        if self._shared_key is not None and (of_ranks := self.token_sizes(total_tokens, x)) is not None:
+            x = _ops.gather_from_region(x, self.tp_group.name, 0, of_ranks)
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # once: each of two linears would cast and keep its own
         compressed = self.kv_a_proj_with_mqa(x)
@@ -222,10 +235,12 @@ class ParallelLatentAttention(SelfAttention):
             )
         else:
             # All heads of all ranks use this one key, so its gradient is a sum over them
-            k_rope = self._entered(k_rope, sizes).reshape(*shape, 1, self.qk_rope_head_dim)
+            k_rope = k_rope if self._shared_key else self._entered(k_rope, sizes)
+            k_rope = k_rope.reshape(*shape, 1, self.qk_rope_head_dim)
             kv = self.kv_b_proj(latent, total_tokens)
             kv = kv.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.v_head_dim)
-            k, v = self._keys_values(kv, self._rotated(k_rope, tables))
+            k_rope = self._rotated(k_rope, tables)
+            k, v = self._keys_values(kv, self._shared_key.expanded(k_rope) if self._shared_key else k_rope)
             if lengths is not None:
                 attended = self._attend_packed(q, k, v, lengths)
             else:

@@ -14,11 +14,12 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, parallel_group
+from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP, is_plain
 from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
-from tp_ext.nn.parallel_linear import ParallelLinear, main_grad_of
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding, main_grad_of
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Layout, Sharding, split_sizes
 
@@ -45,6 +46,7 @@ class ParallelExperts(ParallelModule):
         others: as :class:`tp_ext.ParallelMoE`.
     """
 
+    has_blocks = True
     output_is_partial = True
     expert_group: ParallelGroup
     up_bias: torch.nn.Parameter | None
@@ -74,6 +76,11 @@ class ParallelExperts(ParallelModule):
         check_choice(GRADIENT_REDUCTIONS, gradient_reduction=gradient_reduction)
         self.expert_group = parallel_group(expert_group)
         ep = self.expert_group
+        refuse_in_blocks(
+            self.invariant_blocks,
+            expert_group=ep.size > 1 and ep.torch_name,
+            grad_accumulation_fusion=bool(grad_accumulation_fusion),
+        )
         if num_experts < ep.size:
             raise ValueError(f"num_experts: {num_experts} must be at least the {ep.size} ranks of expert_group")
         self.num_experts, self.activation, self.gated = num_experts, activation, activation in GATED_ACTIVATIONS
@@ -90,10 +97,15 @@ class ParallelExperts(ParallelModule):
             chosen = init if init is not None and name.endswith("weight") else default
             self.add_parameter(name, (num_experts, *shape), chosen, sharding=layout, device=device, dtype=dtype)
 
-        add("up_weight", (sum(parts), hidden_size), up, (Sharding(1, parts), features))
-        add("down_weight", (hidden_size, ffn_hidden_size), down, (Sharding(2, (ffn_hidden_size,)), features))
+        of_up = linear_sharding(1, sum(parts), parts, 1, "ffn_hidden_size")
+        of_down = linear_sharding(2, ffn_hidden_size, None, 1, "ffn_hidden_size")
+        if self.invariant_blocks is not None:
+            _, p, rank = features
+            self._segments = of_up.segments(rank, p), of_down.segments(rank, p)
+        add("up_weight", (sum(parts), hidden_size), up, (of_up, features))
+        add("down_weight", (hidden_size, ffn_hidden_size), down, (of_down, features))
         if bias:
-            add("up_bias", (sum(parts),), up, (Sharding(1, parts), features))
+            add("up_bias", (sum(parts),), up, (of_up, features))
             add("down_bias", (hidden_size,), down)
         else:
             self.register_parameter("up_bias", None)
@@ -105,6 +117,8 @@ class ParallelExperts(ParallelModule):
         Raises:
             ValueError: a parameter is not of the shape of this rank's shard.
         """
+        if self.invariant_blocks is not None:
+            return self._in_blocks(x, counts, self.invariant_blocks)
         try:
             return self._of_rows(x, counts)
         except (RuntimeError, ValueError):
@@ -125,6 +139,25 @@ class ParallelExperts(ParallelModule):
             # y is partial over group: the bias of each rank would count p times
             y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
         return y
+
+    def _in_blocks(self, x: Tensor, counts: Sequence[int], blocks: int) -> Tensor:
+        """Computes y, complete on each rank of ``group``, as built in :func:`tp_ext.tp_invariant`.
+
+        Communicates: for each expert as a column and a row linear.
+        """
+        refuse_compiled()
+        self._check_shapes()
+        names = "up_weight", "up_bias", "down_weight", "down_bias"
+        # unbind, whose backward is one stack: that of an index makes a tensor of all experts for each
+        params = [[None] * len(counts) if p is None else p.unbind(0) for p in map(self.parameter, names)]
+        activate = _ops.gated_act if self.gated else _ops.bias_act
+        group, (up_segments, down_segments) = self.tp_group.name, self._segments
+        results = []
+        for rows, up, up_bias, down, down_bias in zip(x.split(list(counts)), *params, strict=True):
+            h = _ops.block_column_linear(rows, up, None, group, False, None, blocks, up_segments)
+            h = activate(h, up_bias, self.activation)
+            results.append(_ops.block_row_linear(h, down, down_bias, group, False, blocks, down_segments))
+        return torch.cat(results)
 
     def _check_shapes(self) -> None:
         for name in self.tp_layouts:

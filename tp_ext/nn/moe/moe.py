@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number, check_tensor
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.invariance import refuse_in_blocks
 from tp_ext.mesh import DataAxes, data_axes
 from tp_ext.model.module import LayerOverData
 from tp_ext.nn.mlp import ParallelMLP
@@ -108,6 +109,8 @@ class ParallelMoE(LayerOverData):
     Shazeer et al., "Outrageously large neural networks", arXiv:1701.06538; Lepikhin et al., "GShard", arXiv:2006.16668.
     """
 
+    has_blocks = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -138,6 +141,7 @@ class ParallelMoE(LayerOverData):
         check_capacity(capacity, drop_order)
         check_int(least=0, shared_experts=shared_experts)
         check_number(or_none=True, attach_loss=attach_loss)
+        refuse_in_blocks(self.invariant_blocks, capacity=capacity)
         ep = parallel_group(expert_group)
         shared_ranks = set(global_ranks(ep.name)) & set(global_ranks(self.tp_group.name))
         # Their ranks have other tokens, those of group the same ones
@@ -158,7 +162,8 @@ class ParallelMoE(LayerOverData):
             config,
             data_ranks=ranks,
             gradient_reduction=gradient_reduction,
-            sequence_parallel=sequence_parallel,
+            # In blocks every rank routes all tokens
+            sequence_parallel=sequence_parallel and self.invariant_blocks is None,
             **options,
         )
         self.experts = ParallelExperts(
@@ -211,6 +216,10 @@ class ParallelMoE(LayerOverData):
         tokens = x.reshape(-1, self.hidden_size)  # [T, D]
         sizes, first, total = self._places(x, tokens.shape[0], total_tokens)
         sequences = self._sequences(x, batch_size, total)
+        in_blocks, name = self.invariant_blocks is not None, self.tp_group.name
+        if in_blocks and sizes is not None:
+            # Gradients of what is gathered are complete: those of experts by their trees, those of routers as they are
+            tokens, first = _ops.gather_from_region(tokens, name, 0, sizes), 0
         routed = self.router(tokens, sequences, first, total)
         losses = routed.losses
         # Before x enters: backward reaches this node once on each rank, whatever experts its tokens have
@@ -219,6 +228,10 @@ class ParallelMoE(LayerOverData):
             # Else adding it to the loss, too, would count it twice
             losses = losses._replace(total=losses.total.detach())
         self._last = _LastLosses(losses)  # a new one: copies on fake tensors, of a pipeline, share the old one
+        if in_blocks:
+            y = self._computed(tokens, routed.experts, routed.weights)
+            y = y if sizes is None else _ops.scatter_to_region(y, name, 0, sizes)
+            return y.view(x.shape) if self.shared is None else y.view(x.shape) + self.shared(x, total_tokens)
         experts, weights, entering = self._enter(tokens, routed, sizes)  # [T, K], [T, K], [T, D]
         if self.capacity is not None:
             experts = drop_over_capacity(
@@ -226,9 +239,9 @@ class ParallelMoE(LayerOverData):
             )
         y = self._computed(entering, experts, weights)  # [T, D]
         if self.sequence_parallel:
-            y = _ops.reduce_scatter_region(y, self.tp_group.name, 0, sizes)
+            y = _ops.reduce_scatter_region(y, name, 0, sizes)
         else:
-            y = _ops.reduce_from_region(y, self.tp_group.name)
+            y = _ops.reduce_from_region(y, name)
         y = y.view(x.shape)
         if self.shared is None:
             return y
@@ -242,7 +255,7 @@ class ParallelMoE(LayerOverData):
     def _computed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Returns this rank's part of the sum over ``group``, of all tokens."""
         exchange = plan_exchange(experts, self.experts.expert_counts, self.experts.expert_group)
-        if self.shared is not None and can_overlap(self.shared):
+        if self.shared is not None and self.invariant_blocks is None and can_overlap(self.shared):
             y = routed_and_shared(exchange, self.experts, self.shared, x, weights)
         else:
             rows, _ = exchange.dispatch(x)  # [R, D]
@@ -267,7 +280,7 @@ class ParallelMoE(LayerOverData):
         p, rank = self.tp_group.size, self.tp_group.rank
         if not self.sequence_parallel or p == 1:
             return None, 0, rows
-        if total_tokens is None:
+        if total_tokens is None and self.invariant_blocks is None:
             return [rows] * p, rank * rows, p * rows
         # total_tokens counts along dim 0, and each of its entries has this many tokens
         inner = x.shape[1:-1].numel()

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tp_ext import _ops
 from tp_ext._checks import check_choice, check_flag, check_int, check_number
 from tp_ext.group import Group
+from tp_ext.invariance import one_thread, refuse_compiled
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, sum_of_constants
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import Init, torch_linear_init
@@ -126,6 +128,7 @@ class Router(ParallelModule):
             recomputed forward counts once more.
     """
 
+    has_blocks = True
     weight: torch.nn.Parameter
     e_score_correction_bias: Tensor | None
 
@@ -175,8 +178,7 @@ class Router(ParallelModule):
         # In bf16, 8 bits, many scores would be equal, and the choice that of the lower index
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(wide), self.parameter("weight").to(wide))  # [T, E]
-            scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
+            logits, scores = self._scores(x.to(wide), self.parameter("weight").to(wide))  # [T, E]
             experts = self._choose(scores.detach())  # [T, K]
             weights = scores.gather(-1, experts)  # [T, K]
             if config.normalize:
@@ -191,6 +193,31 @@ class Router(ParallelModule):
                 total_tokens = x.shape[0] if total_tokens is None else total_tokens
                 losses = self._losses(logits, scores, experts, sequences, first_token, total_tokens)
         return Routed(experts, weights, losses)
+
+    def _scores(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the logits and the scores."""
+        softmax = self.config.scores == "softmax"
+        if self.invariant_blocks is None:
+            logits = F.linear(x, weight)
+            return logits, logits.softmax(-1) if softmax else logits.sigmoid()
+        refuse_compiled()
+        # One product, on one thread; torch's sigmoid rounds the last elements of each thread in another way
+        logits = _ops.block_column_linear(x, weight, None, "", False, None, 1, [0, 0, weight.shape[0]])
+        if softmax:
+            return logits, _ops.block_softmax(logits[None], False)[0]
+        with one_thread():
+            return logits, logits.sigmoid()
+
+    def _lse(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Returns the logarithm of the sum of exponentials of each token's logits."""
+        if self.invariant_blocks is None:
+            return logits.logsumexp(-1)
+        # Its gradient is the softmax: as that of torch's function it would depend on the threads
+        if self.config.scores != "softmax":
+            scores = _ops.block_softmax(logits.detach()[None], False)[0]
+        with one_thread():
+            value = logits.detach().logsumexp(-1)
+        return value + (scores.detach() * (logits - logits.detach())).sum(-1)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Returns the chosen experts; by a stable sort, since ties must not depend on other tokens or the device."""
@@ -220,7 +247,7 @@ class Router(ParallelModule):
         zeros = scores.new_zeros(2, dtype=torch.float64)
         # Sigmoids do not sum to 1
         probability = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-        squares = logits.logsumexp(-1).double().square().sum() if config.z_loss else zeros[1]
+        squares = self._sum(self._lse(logits, scores).double().square()) if config.z_loss else zeros[1]
         if config.balance_over == "sequence" and config.balance_loss:
             length = tokens // sequences  # of this rank's part of each, under context parallelism
             index = (first_token + torch.arange(experts.shape[0], device=experts.device)) // max(length, 1)
@@ -232,7 +259,7 @@ class Router(ParallelModule):
             # Without tokens the loss is 0, not NaN
             whole = counts[-1].clamp(min=1)
             share = counts[:-1].view(sequences, n) / (whole * self.top_k)  # [S, E]
-            balance = n / whole * (probability.double() * share[index]).sum()
+            balance = n / whole * self._sum(probability.double() * share[index])
             # Ranks that share sequences count them once
             first = self.data_ranks.context.rank == 0 and (self.tp_group.rank == 0 or not self.sequence_parallel)
             sequences_here = sequences if first else 0
@@ -251,6 +278,13 @@ class Router(ParallelModule):
         return self._combined(
             (factor * sums).sum(), squares / everyone, (factor * known[n : 2 * n]).sum(), known[-2] / everyone
         )
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Returns the sum of all elements of fp64 numbers."""
+        if self.invariant_blocks is None:
+            return x.sum()
+        with one_thread():
+            return x.sum()
 
     def _combined(self, balance: Tensor, z: Tensor, balance_value: Tensor, z_value: Tensor) -> RouterLosses:
         """Returns the losses of these values whose gradients are those of this rank's terms."""
