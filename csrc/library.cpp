@@ -111,6 +111,8 @@ TORCH_LIBRARY(tp_ext, m) {
   // x for each block of this rank, whose gradients are summed over all blocks; and products a_i b_i
   // of [n, rows, k] and [n, k, columns]
   m.def("block_copies(Tensor(a) x, str group, int blocks) -> Tensor(a)[]", tags);
+  // The tree over all blocks, from the complete nodes of this rank, [nodes, ..]
+  m.def("block_sum(Tensor nodes, str group, int blocks) -> Tensor", tags);
   m.def("block_bmm(Tensor a, Tensor b) -> Tensor", tags);
   // Of the last dim of x [n, rows, columns]; blind: rows of -inf become 0, not NaN
   m.def("block_softmax(Tensor x, bool blind) -> Tensor", tags);

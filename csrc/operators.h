@@ -67,6 +67,7 @@ Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTen
                         const std::string& group, bool sequence_parallel, int64_t blocks,
                         at::IntArrayRef segments);
 std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int64_t blocks);
+Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks);
 Tensor block_bmm(const Tensor& a, const Tensor& b);
 Tensor block_softmax(const Tensor& x, bool blind);
 Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);

@@ -120,6 +120,13 @@ std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int6
   return BlockCopies::apply(x, group, blocks);
 }
 
+Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks) {
+  own_blocks(blocks, group);  // its check
+  TORCH_CHECK_NOT_IMPLEMENTED(!needs_graph(nodes), "tp_ext: block_sum has no derivative");
+  const Unrecorded guard(nodes);
+  return comm::TreeSum::of_nodes(nodes, blocks, group, nodes.scalar_type()).wait();
+}
+
 Tensor block_bmm(const Tensor& a, const Tensor& b) {
   refuse_forward_mode("block_bmm", a, b);
   TORCH_CHECK_VALUE(
@@ -138,6 +145,7 @@ Tensor block_softmax(const Tensor& x, bool blind) {
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
   impl_composite<block_copies>(m, "block_copies");
+  impl_composite<block_sum>(m, "block_sum");
   impl_composite<block_bmm>(m, "block_bmm");
   impl_composite<block_softmax>(m, "block_softmax");
 }

@@ -116,10 +116,18 @@ TreeSum::Pending TreeSum::reduce_scatter_async(const std::string& group, const S
 }
 
 TreeSum::Pending TreeSum::all_reduce_async(const std::string& group, at::ScalarType dtype) && {
-  const int64_t number = blocks_.number, p = size(group);
+  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, dtype);
+}
+
+TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
+                                   at::ScalarType dtype) {
+  const int64_t p = size(group);
+  const auto own = static_cast<int64_t>(complete(blocks_of(number, rank(group), p)).size());
+  TORCH_CHECK_VALUE(nodes.size(0) == own, "nodes: ", nodes.size(0), " must be the ", own,
+                    " complete nodes of this rank's blocks");
   if (p == 1)
-    return {comm::Pending(root(), nullptr), [dtype](const Tensor& sum) { return sum.to(dtype); }};
-  const Tensor nodes = stacked();
+    return {comm::Pending(nodes.select(0, 0), nullptr),
+            [dtype](const Tensor& sum) { return sum.to(dtype); }};
   const auto shape = nodes.sym_sizes().slice(1).vec();
   const Tensor flat = nodes.reshape_symint({nodes.sym_size(0), -1});
   const Split split = tensor_split(flat.sym_size(1), p);

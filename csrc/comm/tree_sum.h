@@ -57,6 +57,10 @@ class TreeSum {
     std::function<at::Tensor(const at::Tensor&)> finish_;
   };
   Pending all_reduce_async(const std::string& group, at::ScalarType dtype) &&;
+
+  // The sum over all blocks, on every rank, from the complete nodes of this rank, [nodes, ..]
+  static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
+                          at::ScalarType dtype);
   Pending reduce_scatter_async(const std::string& group, const Split& split,
                                at::ScalarType dtype) &&;
 

@@ -47,12 +47,15 @@ class Model(nn.Module):
         self.head = tp_ext.VocabParallelLMHead(*sizes[::-1], bias=True, **where)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids, target, **loss):
+    def hidden(self, ids):
         (batch, _), tokens = ids.shape, ids.numel()
         x = self.embedding(ids.flatten())
         for block in self.blocks:
             x = block(x, batch, tokens)
-        return self.head.loss(self.norm(x), target.flatten(), tokens, **loss)
+        return self.norm(x)
+
+    def forward(self, ids, target, **loss):
+        return self.head.loss(self.hidden(ids), target.flatten(), ids.numel(), **loss)
 
 
 def batches(count, seq=13):

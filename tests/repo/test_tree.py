@@ -396,7 +396,7 @@ BUDGETS = {
     "nn": 5950,  # with forms in blocks of tp_invariant
     "optim": 1150,
     "outside": 1900,
-    "parallel": 3750,
+    "parallel": 3950,  # trees of microbatches
     "planner": 2200,
     "refit": 1450,
     "simulation": 850,

@@ -28,6 +28,7 @@ from tp_ext._ops.linear import (
     block_copies,
     block_row_linear,
     block_softmax,
+    block_sum,
     column_parallel_linear,
     column_sums,
     grouped_linear,

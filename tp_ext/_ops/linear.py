@@ -194,6 +194,17 @@ def block_copies(x: Tensor, group: str, blocks: int) -> list[Tensor]:
 
 
 @operator
+def block_sum(nodes: Tensor, group: str, blocks: int) -> Tensor:
+    """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes; no derivative.
+
+    Args:
+        nodes: ``[nodes, ..]``: the nodes that are complete on this rank, in their order.
+
+    Communicates: an all-to-all of the nodes, and an all-gather.
+    """
+
+
+@operator
 def block_bmm(a: Tensor, b: Tensor) -> Tensor:
     """Returns ``torch.bmm(a, b)``, each product computed on one thread: its bits depend on ``a[i]`` and ``b[i]`` alone.
 

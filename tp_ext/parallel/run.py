@@ -21,10 +21,11 @@ from tp_ext.model.names import name_modules, reset_parameters
 from tp_ext.parallel.average_gradients import ignore_experts
 from tp_ext.parallel.block_wrappers import wrap_blocks
 from tp_ext.parallel.grad_norm import clip_grad_norm_
+from tp_ext.parallel.microbatch_tree import MicrobatchTree
 from tp_ext.parallel.pipeline.stages import materialise, pipeline_stages
 from tp_ext.parallel.pipeline.steps import reshard
 from tp_ext.parallel.replicas import replicas_of
-from tp_ext.parallel.run_checks import check_model, check_options, note_parallelized
+from tp_ext.parallel.run_checks import check_invariant_blocks, check_model, check_options, note_parallelized
 from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
 from tp_ext.parallel.step_loss import StepLoss, one_element
 from tp_ext.random import manual_seed
@@ -45,6 +46,7 @@ def parallelize(
     compile: bool = False,
     autocast: torch.dtype | None = None,
     seed: int = 0,
+    invariant_blocks: int | None = None,
 ) -> "ParallelRun":
     """Prepares a model for training over all axes of a mesh.
 
@@ -90,6 +92,10 @@ def parallelize(
         compile: compiles each block by ``torch.compile``.
         autocast: the dtype of ``torch.autocast`` for forwards and losses; None: no autocast.
         seed: of weights on meta and of masks.
+        invariant_blocks: of a model built in :func:`tp_ext.tp_invariant`: the bits of a step are the same for every
+            number of ranks of ``dp``, too, which times ``microbatches`` must be this number: the gradients of all
+            microbatches are added by one binary tree, in their order in the global batch. Not with ranks of ``pp``,
+            ``cp`` and ``ep``, experts, ``compile``, and ``zero`` 2 and 3.
 
     Communicates: the creation of groups; a checksum per parameter over the data axes; that of
     :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
@@ -111,6 +117,7 @@ def parallelize(
     axes = mesh_axes(NOT_GIVEN, mesh)
     check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, compile, autocast)
     known = census(model, axes)
+    check_invariant_blocks(known, axes, invariant_blocks, microbatches, zero, compile)
     check_model(known, mesh, zero, recompute)
     for layer in known.routing_layers.values():
         if layer.attach_loss is None:  # backward adds the gradient of the routers' losses, the mean over microbatches
@@ -119,7 +126,19 @@ def parallelize(
     name_modules(model)
     # Before FSDP2, whose hooks are then around a block's recomputation: the selective one counts operators inside
     whole = wrap_blocks(known, recompute, compile)
-    run = ParallelRun(whole, mesh, schedule, microbatches, loss, reduction, count or _valid, zero, offload, autocast)
+    run = ParallelRun(
+        whole,
+        mesh,
+        schedule,
+        microbatches,
+        loss,
+        reduction,
+        count or _valid,
+        zero,
+        offload,
+        autocast,
+        invariant_blocks,
+    )
     note_parallelized(model, whole)
     return run
 
@@ -147,6 +166,7 @@ class ParallelRun:
         zero: int,
         offload: bool,
         autocast: torch.dtype | None,
+        invariant_blocks: int | None = None,
     ) -> None:
         self.mesh, self._microbatches, self._zero = mesh, microbatches, zero
         self._data = data = mesh_axes(NOT_GIVEN, mesh).data
@@ -177,6 +197,7 @@ class ParallelRun:
 
         mean_over: list[Group] = [axis.name for axis in data.axes]
         self._schedule = self._ddp = None
+        self._tree: MicrobatchTree | None = None
         if pp is not None:
             self._schedule = pipeline_stages(
                 model,
@@ -196,11 +217,15 @@ class ParallelRun:
             if replicas.exist and not sharding:
                 self._schedule.reduce_gradients = lambda: replicas.average_gradients(self.state)
             return
-        self._loss = StepLoss(summed, microbatches, count, mean_over, "mean")
+        # A tree adds the gradients of data ranks, where the others take their mean
+        self._loss = StepLoss(summed, microbatches, count, mean_over, "sum" if invariant_blocks else "mean")
         # [Note: one census for each call]: wrap_blocks has replaced the blocks
         wrapped = census(model)
         materialise(model, device, reset_parameters, wrapped.blocks, sharding, wrapped.experts.values())
         self.state = model
+        if invariant_blocks is not None:
+            self._tree = MicrobatchTree(model.parameters(), invariant_blocks, *data.axes)
+            return
         # A data axis of one rank is no replica. What FSDP2 shards it also sums
         if replicas.exist and not sharding:
             assert replicas.whole is not None
@@ -218,6 +243,8 @@ class ParallelRun:
         loaded as any other. Communicates nothing but, with ``zero=1``, its constructor's exchange of sizes."""
         if not callable(optimizer_class):
             raise TypeError(f"optimizer_class: {optimizer_class!r} must be a class of torch.optim.Optimizer")
+        if options.get("fused") and self._tree is not None:
+            raise ValueError("fused: True must not be given with invariant_blocks: its bits depend on the shards")
         if self._zero == 1 and self._replicas.exist:
             assert self._replicas.whole is not None
             group = self._replicas.whole.get_group()
@@ -299,12 +326,19 @@ class ParallelRun:
                 (self._schedule.step if train else self._schedule.eval)(*args, **named)
                 return self._schedule.loss
             self._loss.begin([target], self._device)
+            if train and self._tree is not None:
+                self._tree.begin()
             for i, microbatch in enumerate(zip(*self._inputs.microbatches(), strict=True)):
                 (self._train if train else self._evaluate)(i, *microbatch)
             if train and self._ddp is not None:
                 # DDP ignores experts that ep shards
                 self._replicas.average_expert_gradients(self.state)
-            return self._loss.mean()
+            if self._tree is None:
+                return self._loss.mean()
+            if train:
+                self._tree.finish()
+            assert self._loss.total is not None
+            return self._tree.losses(self._loss.losses()) / self._loss.total
         finally:
             del self._inputs  # they may be large
 
@@ -320,6 +354,8 @@ class ParallelRun:
             # Outside of the context: a backward must not run under autocast
             with record_function(f"backward {i}"):
                 value.backward()
+        if self._tree is not None:
+            self._tree.add()
 
     def _evaluate(self, i: int, args: Any, named: dict[str, Any], target: Tensor) -> None:
         with self._context(self.next_step, i):

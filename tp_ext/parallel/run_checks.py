@@ -13,8 +13,9 @@ from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_along, all_gather_objects
 from tp_ext.group import ParallelGroup, global_ranks
-from tp_ext.mesh import DATA_AXES
+from tp_ext.mesh import DATA_AXES, MeshAxes
 from tp_ext.model.census import Census
+from tp_ext.model.module import ParallelModule
 from tp_ext.parallel.block_wrappers import RECOMPUTE
 from tp_ext.parallel.pipeline.schedules import check_schedule
 
@@ -46,6 +47,34 @@ def check_model(model: Census, mesh: DeviceMesh, zero: int, recompute: str | Non
     _check_replicas(model, mesh)
     if zero > 1:
         check_shards(model)
+
+
+def check_invariant_blocks(
+    model: Census, axes: MeshAxes, blocks: int | None, microbatches: int, zero: int, compile: bool
+) -> None:
+    """Raises ValueError unless the model was built in blocks and the options can sum its gradients by one tree of
+    ``blocks`` microbatches; communicates nothing."""
+    if blocks is None:
+        return
+    check_int(least=1, invariant_blocks=blocks)
+    data, context = axes.data, axes.data.context.size
+    for name, module in model.modules:
+        if isinstance(module, ParallelModule) and module.invariant_blocks is None:
+            raise ValueError(f"model: {name!r} must have been built in tp_invariant, for invariant_blocks = {blocks}")
+    refused = {
+        "pp": axes.pp.size > 1,
+        "cp": context > 1,
+        "ep": len(data.axes) > 1,
+        "a mixture of experts": bool(model.routing_layers),
+        f"zero = {zero}": zero > 1,
+        "compile": compile,
+    }
+    if found := next((name for name, given in refused.items() if given), None):
+        raise ValueError(f"invariant_blocks: {blocks} must not be given with {found}")
+    if data.size * microbatches != blocks:
+        raise ValueError(
+            f"invariant_blocks: {blocks} must be the ranks of dp, {data.size}, times microbatches = {microbatches}"
+        )
 
 
 def _check_trainable(model: Census) -> None:
