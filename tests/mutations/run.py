@@ -22,6 +22,7 @@ from tests.mutations.experts_bugs import EXPERTS_BUGS
 from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.moe_bugs import MOE_BUGS
+from tests.mutations.multi_token_bugs import MULTI_TOKEN_BUGS
 from tests.mutations.mutation import Mutation
 from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
@@ -45,6 +46,7 @@ MUTATIONS = [
     *CSRC_BUGS,
     *LINEAR_LOSS_BUGS,
     *MOE_BUGS,
+    *MULTI_TOKEN_BUGS,
     *AUTO_BUGS,
 ]
 SECONDS = 400  # for the tests of one bug

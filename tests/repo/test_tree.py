@@ -393,10 +393,10 @@ BUDGETS = {
     "lightning": 350,
     "mesh_program": 1150,
     "model": 1700,
-    "nn": 5600,
+    "nn": 5850,  # multi-token prediction
     "optim": 1150,
     "outside": 1900,
-    "parallel": 3650,
+    "parallel": 3700,
     "planner": 2200,
     "refit": 1450,
     "simulation": 850,
