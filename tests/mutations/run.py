@@ -18,6 +18,7 @@ from tests.helpers.paths import ROOT
 from tests.mutations.auto_bugs import AUTO_BUGS
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
+from tests.mutations.elastic_bugs import ELASTIC_BUGS
 from tests.mutations.experts_bugs import EXPERTS_BUGS
 from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
@@ -35,6 +36,7 @@ from tests.mutations.type_bugs import TYPE_BUGS
 MUTATIONS = [
     *PACKAGE_BUGS,
     *REFIT_BUGS,
+    *ELASTIC_BUGS,
     *STATE_BUGS,
     *PIPELINE_BUGS,
     *PARALLEL_BUGS,

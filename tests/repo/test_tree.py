@@ -26,7 +26,7 @@ ORDER = [
     {"model"},
     {"nn", "checkpoint", "parallel", "mesh_program"},
     {"outside", "refit", "simulation"},
-    {"auto", "debug", "optim"},
+    {"auto", "debug", "elastic", "optim"},
     {"huggingface", "lightning", "planner", "verify"},
     {"__init__", "lax", "smoke"},  # what users see and run
 ]
@@ -309,6 +309,7 @@ FOLDERS = (
     "parallel",
     "parallel/pipeline",
     "refit",
+    "elastic",
 )
 
 
@@ -389,6 +390,7 @@ BUDGETS = {
     "auto": 11200,  # conversions of direct calls, numbers read of parameters
     "checkpoint": 4750,
     "debug": 2100,  # one digest of a model
+    "elastic": 950,
     "huggingface": 1900,
     "lightning": 350,
     "mesh_program": 1150,
