@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from tp_ext.nn.moe.moe import ParallelMoE as ParallelMoE
     from tp_ext.nn.moe.moe import router_loss as router_loss
     from tp_ext.nn.moe.router import RouterConfig as RouterConfig
+    from tp_ext.nn.multi_token import MultiTokenPrediction as MultiTokenPrediction
+    from tp_ext.nn.multi_token import next_tokens as next_tokens
     from tp_ext.nn.norm import LayerNorm as LayerNorm
     from tp_ext.nn.norm import RMSNorm as RMSNorm
     from tp_ext.nn.sampling import vocab_parallel_argmax as vocab_parallel_argmax
@@ -140,6 +142,7 @@ _NAMES = {
     "nn.mlp": "ParallelMLP",
     "nn.moe.moe": "ParallelMoE router_loss",
     "nn.moe.router": "RouterConfig",
+    "nn.multi_token": "MultiTokenPrediction next_tokens",
     "nn.norm": "LayerNorm RMSNorm",
     "nn.sampling": "vocab_parallel_argmax vocab_parallel_sample",
     "parallel.grad_norm": "clip_grad_norm_ grad_norm",

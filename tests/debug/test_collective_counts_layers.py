@@ -100,6 +100,21 @@ def _decode_latent(g):
     return torch.no_grad()(lambda: tp_ext.ParallelLatentAttention.forward(module, x, batch_size=BATCH, cache=cache))
 
 
+def _multi_token(**options):
+    """One depth, without a block."""
+
+    def make(g):
+        layers = {
+            "embedding": tp_ext.VocabParallelEmbedding(V, H, group=g, **options),
+            "head": tp_ext.VocabParallelLMHead(H, V, group=g, **options),
+        }
+        module = tp_ext.MultiTokenPrediction(H, torch.nn.Identity(), **layers, group=g, **options)
+        x = torch.randn(N // g.size() if options else N, H, requires_grad=True)
+        return lambda: module(x, torch.arange(N)[:, None])[0]
+
+    return make
+
+
 EXPERTS, CHOICES = 12, 2  # over 2, 3 and 4 ranks as many
 
 
@@ -182,6 +197,12 @@ CASES = {
     "rms norm sp": Case(_module(tp_ext.RMSNorm, H, own=True, **SP), [], [(AR, H * E)]),
     "layer norm sp": Case(_module(tp_ext.LayerNorm, H, own=True, **SP), [], [(AR, H * E), (AR, H * E)]),
     "dropout sp": Case(_module(tp_ext.Dropout, 0.1, own=True, **SP), []),
+    "multi-token prediction": Case(_multi_token(), [(AR, N * H * E)] * 2, [(AG, N * 2 * H * E)]),
+    "multi-token prediction sp": Case(
+        _multi_token(**SP),
+        lambda p: [*[(RS, N * H * E)] * 2, (A2A, N // p * 2 * H * E)],
+        lambda p: [*[(AG, N * H * E)] * 2, (A2A, N // p * 2 * H * E), *[(AR, H * E)] * 3],
+    ),
     "latent attention": Case(
         _module(Latent, q_lora_rank=Q_RANK),
         [(AR, N * H * E)],

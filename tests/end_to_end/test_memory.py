@@ -105,6 +105,24 @@ def test_a_linear_whose_input_needs_no_gradient_saves_its_input_alone(name):
     assert ranks.run(_measure, 2, name, False, torch.float32, False, False) == [want] * 2
 
 
+def _measure_multi_token(group, sp, dtype):
+    options = {"group": group, "sequence_parallel": sp, "dtype": dtype}
+    embedding = tp_ext.VocabParallelEmbedding(V, H, **options)
+    head = tp_ext.VocabParallelLMHead(H, V, **options)
+    module = tp_ext.MultiTokenPrediction(H, torch.nn.Identity(), embedding=embedding, head=head, **options)
+    x = torch.randn(N // group.size() if sp else N, H, dtype=dtype, requires_grad=True)
+    next_ids = torch.arange(N)[:, None] % V
+    return saved_bytes(lambda: module(x, next_ids)[0], module)
+
+
+@pytest.mark.thinned
+@EVERY
+def test_multi_token_prediction(p, sp, dtype):
+    z = Sizes(p, sp, dtype)
+    want = z.n_sp * (3 * z.h * z.e + 12) + z.n * 2 * z.h // z.p * z.e + 8 * z.n
+    assert ranks.run(_measure_multi_token, p, sp, dtype) == [want] * p
+
+
 # Attention: a heads, k KV heads, of d features; all local
 
 HEADS, HEAD = 4, 8

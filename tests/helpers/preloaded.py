@@ -16,7 +16,8 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.debug  # noqa: F401
 
-import tp_ext  # noqa: F401
+import tp_ext
+import tp_ext.elastic.elastic_data  # noqa: F401, with refit and checkpoints
 from tests.helpers import seeds
 
 if shutil.which("nvidia-smi") is None:  # both ask for GPUs, after which no fork may use one

@@ -51,8 +51,8 @@ PARALLEL_BUGS = [
     _bug(
         "mean_of_means",
         "parallel/step_loss.py",
-        "return value * (self._ranks / self.total).to(value.dtype)",
-        "return value / len(value.reshape(1)) / self._microbatches",
+        "scaled = value * (self._ranks / self.total).to(value.dtype)",
+        "scaled = value / len(value.reshape(-1)) / self._microbatches",
         "Losses are weighted by microbatch, not by token.",
         RUN,
     ),

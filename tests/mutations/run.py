@@ -18,11 +18,13 @@ from tests.helpers.paths import ROOT
 from tests.mutations.auto_bugs import AUTO_BUGS
 from tests.mutations.context_bugs import CONTEXT_BUGS
 from tests.mutations.csrc_bugs import CSRC_BUGS
+from tests.mutations.elastic_bugs import ELASTIC_BUGS
 from tests.mutations.experts_bugs import EXPERTS_BUGS
 from tests.mutations.invariance_bugs import INVARIANCE_BUGS
 from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.moe_bugs import MOE_BUGS
+from tests.mutations.multi_token_bugs import MULTI_TOKEN_BUGS
 from tests.mutations.mutation import Mutation
 from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
@@ -35,6 +37,7 @@ from tests.mutations.type_bugs import TYPE_BUGS
 MUTATIONS = [
     *PACKAGE_BUGS,
     *REFIT_BUGS,
+    *ELASTIC_BUGS,
     *STATE_BUGS,
     *INVARIANCE_BUGS,
     *PIPELINE_BUGS,
@@ -47,6 +50,7 @@ MUTATIONS = [
     *CSRC_BUGS,
     *LINEAR_LOSS_BUGS,
     *MOE_BUGS,
+    *MULTI_TOKEN_BUGS,
     *AUTO_BUGS,
 ]
 SECONDS = 400  # for the tests of one bug

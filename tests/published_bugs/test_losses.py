@@ -144,3 +144,63 @@ def test_label_smoothing_is_spread_over_the_whole_vocabulary():
     loss = F.cross_entropy(logits, target, label_smoothing=SMOOTHING, reduction="none")
     loss.sum().backward()
     check(ranks.run(_smoothed, 2, logits.detach(), target), [loss.detach(), logits.grad])
+
+
+def both_sums(net, ids, target):
+    """The sums of the losses of the next token and of the one after it, and the numbers of their labels."""
+    labels = torch.stack([target, tp_ext.next_tokens(target, 1, fill=IGNORED)[..., 0]])
+    logits = net(ids).flatten(0, -2)
+    sums = [F.cross_entropy(logits, one.flatten(), ignore_index=IGNORED, reduction="sum") for one in labels]
+    return torch.stack(sums), (labels != IGNORED).flatten(1).sum(1)
+
+
+def _multi_token(group, ids, target, published):
+    mesh, rank = tp_ext.init_mesh("cpu"), group.rank()
+    further = tp_ext.next_tokens(target, 1, fill=IGNORED)
+    labels = torch.cat([target[..., None], further], -1)
+
+    def loss(logits, goal):
+        rows = [goal[..., i].flatten() for i in range(2)]
+        options = {"ignore_index": IGNORED, "reduction": "sum"}
+        return torch.stack([F.cross_entropy(logits.flatten(0, -2), one, **options) for one in rows])
+
+    def count(goal):
+        return (goal != IGNORED).flatten(0, -2).sum(0)
+
+    run = tp_ext.parallelize(model(), mesh, microbatches=2, loss=loss, reduction="sum", count=count)
+    value = run.step(ids[rank], labels[rank])
+    ours = [value, *gradients(run.state)]
+    net = model()
+    sums, own = both_sums(net, ids[rank], target[rank])
+    tokens = own[:1].clone()
+    dist.all_reduce(tokens)
+    if published == "local numbers":
+        sums = sums * torch.stack([torch.ones(()), own[0] / own[1]])
+    wrong = (sums / tokens).sum()
+    wrong.backward()
+    found = [wrong.detach(), *gradients(net)]
+    for tensor in found:
+        dist.all_reduce(tensor)
+    return ours, found
+
+
+def of_both(ids, target):
+    net = model()
+    sums, counts = both_sums(net, ids.flatten(0, -2), target.flatten(0, -2))
+    loss = (sums / counts).sum()
+    loss.backward()
+    return [loss.detach(), *gradients(net)]
+
+
+def test_each_depth_of_multi_token_prediction_has_its_own_number_of_tokens():
+    """The losses of multi-token prediction were divided by the number of labels of the next token, of which there are
+    more: https://github.com/NVIDIA/Megatron-LM/issues/2417."""
+    ids, target = batch(2)
+    check(ranks.run(_multi_token, 2, ids, target, "number of the next token"), of_both(ids, target))
+
+
+def test_multi_token_prediction_counts_the_tokens_of_all_data_ranks():
+    """The loss of multi-token prediction was scaled by the numbers of valid tokens of each data-parallel rank, which
+    gives 14/3 for 4: https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 3."""
+    ids, target = batch(2)
+    check(ranks.run(_multi_token, 2, ids, target, "local numbers"), of_both(ids, target))

@@ -27,6 +27,7 @@ MODULES = (
     "optim",
     "planner",
     "refit",
+    "elastic",  # whose names are offered by tp_ext.parallel
 )
 
 

@@ -20,6 +20,7 @@ import tp_ext
 from tests.helpers import ranks, registry
 from tests.helpers.paths import ROOT
 from tests.helpers.registry.entries import FFN, HIDDEN, Case
+from tests.helpers.registry.multi_token import OneDepth
 from tests.mesh_program.subjects import mapped, mapped_sum, product
 
 PAGE = ROOT / "docs" / "develop" / "rules.md"
@@ -227,6 +228,7 @@ SUBJECTS = {
     ),
     "LoRALinear": Subject(_module(_adapted), y_dim=-1),
     "ParallelMoE": Subject(_module(lambda g: tp_ext.ParallelMoE(HIDDEN, HIDDEN, 4, 2, group=g))),
+    "MultiTokenPrediction": Subject(_module(lambda g: OneDepth(VOCAB, HIDDEN, g))),
     "ContextLayout": Subject(_layout, x_dim=0),
     "VocabParallelEmbedding": Subject(_embedding, (VOCAB, HIDDEN), x_dim=0),
     "VocabParallelCrossEntropy": Subject(_loss(True), **_LOGITS),

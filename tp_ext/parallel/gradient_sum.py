@@ -1,6 +1,6 @@
 """The sum of gradients over the ranks of a context group, for training without data parallelism."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,29 +49,46 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
     if not params:
         return
     # The buffers must be the same on all ranks: without this a rank with other gradients would leave the others waiting
-    kinds = torch.tensor([_kinds(param) for param in params], dtype=torch.int32, device=params[0].device)
+    kinds = kinds_of_gradients(params)
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group=pg)
     grads: list[Tensor] = []
-    for number, (param, (grad, main_grad, other_grad, other_main_grad)) in enumerate(
-        zip(params, kinds.tolist(), strict=True)
-    ):
-        for name, most, least in (("grad", grad, -other_grad), ("main_grad", main_grad, -other_main_grad)):
-            if least not in (most, _ANY):
-                found = " and ".join(str(_DTYPES[kind - 1]) if kind else "None" for kind in (least, most))
-                raise ValueError(
-                    f"model: {name} of parameter {number}, of shape {tuple(param.shape)}, must be alike on all ranks, "
-                    f"and is {found} on some"
-                )
+    for param, has_grad in zip(params, check_kinds(params, kinds), strict=True):
         # Another rank has a gradient here: all must give the buffers the same number of elements
-        if grad and param.grad is None:
+        if has_grad and param.grad is None:
             param.grad = torch.zeros_like(param)
         grads += map(local_gradient, gradient_terms(param))
-    for bucket in _buckets(grads):
+    for bucket in gradient_buckets(grads):
         # Many small all-reduces would be bound by latency
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         dist.all_reduce(flat, group=pg)
         parts = flat.split([grad.numel() for grad in bucket])
         torch._foreach_copy_(bucket, [part.view(grad.shape) for part, grad in zip(parts, bucket, strict=True)])
+
+
+def kinds_of_gradients(params: Sequence[Tensor]) -> Tensor:
+    """Returns four numbers for each parameter, whose largest of all ranks :func:`check_kinds` takes."""
+    return torch.tensor([_kinds(param) for param in params], dtype=torch.int32, device=params[0].device)
+
+
+def check_kinds(params: Sequence[Tensor], largest: Tensor) -> list[bool]:
+    """Returns for each parameter whether some rank has a ``.grad``.
+
+    Raises:
+        ValueError: gradients of a parameter have different dtypes on the ranks, or ``main_grad`` on some of them alone.
+    """
+    found = []
+    for number, (param, (grad, main_grad, other_grad, other_main_grad)) in enumerate(
+        zip(params, largest.tolist(), strict=True)
+    ):
+        for name, most, least in (("grad", grad, -other_grad), ("main_grad", main_grad, -other_main_grad)):
+            if least not in (most, _ANY):
+                both = " and ".join(str(_DTYPES[kind - 1]) if kind else "None" for kind in (least, most))
+                raise ValueError(
+                    f"model: {name} of parameter {number}, of shape {tuple(param.shape)}, must be alike on all ranks, "
+                    f"and is {both} on some"
+                )
+        found.append(bool(grad))
+    return found
 
 
 def _kinds(param: Tensor) -> tuple[int, int, int, int]:
@@ -100,7 +117,7 @@ def average_over(params: Iterable[Tensor], group: Group) -> None:
             grad.div_(size)
 
 
-def _buckets(grads: list[Tensor]) -> list[list[Tensor]]:
+def gradient_buckets(grads: list[Tensor]) -> list[list[Tensor]]:
     """Returns the gradients in lists of one dtype and device, of about 64 MiB, in their order; none that is empty."""
     buckets: list[list[Tensor]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}

@@ -76,12 +76,13 @@ class MicrobatchTree:
         self._nodes = []
 
     def losses(self, own: Tensor) -> Tensor:
-        """Returns the sum of the losses ``[microbatches]`` of all data ranks, in one order.
+        """Returns the sums of the losses ``[microbatches, ..]`` of all data ranks, in one order.
 
         Communicates: one all-gather.
         """
         everyone = _ops.all_gather_region(own, self._data.name, 0, None) if self._data.size > 1 else own
-        return _ops.column_sums(everyone[:, None], [1])[0]
+        columns = everyone.reshape(self._blocks, -1)
+        return _ops.column_sums(columns, [columns.shape[1]])
 
     def _buckets(self) -> Iterable[Sequence[int]]:
         bucket: list[int] = []

@@ -27,7 +27,7 @@ from tp_ext.parallel.pipeline.steps import reshard
 from tp_ext.parallel.replicas import replicas_of
 from tp_ext.parallel.run_checks import check_invariant_blocks, check_model, check_options, note_parallelized
 from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
-from tp_ext.parallel.step_loss import StepLoss, one_element
+from tp_ext.parallel.step_loss import StepLoss, loss_terms
 from tp_ext.random import manual_seed
 
 
@@ -81,7 +81,9 @@ def parallelize(
         loss: ``loss(output, target)`` of a microbatch.
         reduction: ``"mean"`` if ``loss`` returns the mean over the valid tokens, ``"sum"`` if it returns their sum,
             which a microbatch without valid tokens needs.
-        count: the number of valid tokens of a target, default those that are not -100.
+        count: the number of valid tokens of a target, default those that are not -100. If it returns several numbers,
+            ``[m]``, ``loss`` returns as many means or sums, each of its own tokens, and the loss is the sum of their
+            means: the next token's and those of :class:`tp_ext.MultiTokenPrediction`, for instance.
         zero: the stage of ZeRO over ``dp``, ``ep`` and ``cp`` together, of experts over ``dp`` and ``cp``: 0 shards
             nothing; 1 the states of the optimizer (:meth:`ParallelRun.optimizer`); 2 gradients and parameters, which
             are gathered once in a step; 3 gathers parameters for each forward and each backward of a block. Under a
@@ -188,12 +190,15 @@ class ParallelRun:
         def summed(output: Any, target: Tensor) -> Tensor:
             # The zero hangs on all outputs: DDP and FSDP2 need gradients of the same parameters on all ranks
             if target.numel() == 0:  # of a data rank without rows: a mean over no tokens is NaN
-                return torch.stack([one.sum() for one in tree_leaves(output) if isinstance(one, Tensor)]).sum() * 0
+                zero = torch.stack([one.sum() for one in tree_leaves(output) if isinstance(one, Tensor)]).sum() * 0
+                return zero * torch.as_tensor(count(target))
             # A schedule calls the loss outside of the context of the forward
             with self._precision():
-                value = one_element(loss(output, target))
+                if reduction == "sum":
+                    return loss(output, target)  # StepLoss checks it
                 # Sums over tokens add up over microbatches and data ranks of unequal lengths; means do not
-                return value * count(target) if reduction == "mean" else value
+                counted = torch.as_tensor(count(target))
+                return loss_terms(loss(output, target), counted) * counted
 
         mean_over: list[Group] = [axis.name for axis in data.axes]
         self._schedule = self._ddp = None
@@ -337,8 +342,7 @@ class ParallelRun:
                 return self._loss.mean()
             if train:
                 self._tree.finish()
-            assert self._loss.total is not None
-            return self._tree.losses(self._loss.losses()) / self._loss.total
+            return self._loss.of_sums(self._tree.losses(self._loss.terms()))
         finally:
             del self._inputs  # they may be large
 

@@ -17,6 +17,9 @@ class StepLoss:
     Args:
         loss, microbatches, count, mean_over, gradient_reduction: see :func:`tp_ext.parallel.pipeline_stages`.
 
+    With ``count`` of one dim, ``[m]``, the loss has m sums, each divided by its own number of tokens; the loss of the
+    step is the sum of the quotients.
+
     Raises:
         ValueError: ``mean_over`` without ``count``, an unknown ``gradient_reduction``, ``"sum"`` without ``count``.
         TypeError: no function.
@@ -56,38 +59,67 @@ class StepLoss:
         self.values, self.total = [], None
         # fp64: fp32 counts exactly to 2^24 only. At least 1: the loss of no tokens is 0, not NaN
         if self._count is not None and targets is not None:
-            counts = [torch.as_tensor(self._count(target)).to(device, torch.float64) for target in targets]
-            self.total = self._data.sum(torch.stack(counts).sum()).clamp(min=1)
+            counts = [_checked_count(self._count(target)).to(device, torch.float64) for target in targets]
+            self.total = self._data.sum(torch.stack(counts).sum(0)).clamp(min=1)
 
     def __call__(self, output: Any, target: Any, **options: Any) -> Tensor:
-        value = one_element(self._loss(output, target, **options))
+        value = loss_terms(self._loss(output, target, **options), self.total)
         # Detached: the list would keep the graphs of all microbatches alive
         self.values.append(value.detach())
         if self.total is None:
             return value / self._microbatches
-        # Data parallelism divides by its ranks, which total has counted already. The cast: both factors are
+        # Data parallelism divides by its ranks, which total has counted already. The cast: both factors may be
         # 0-d, so their product would be fp64
-        return value * (self._ranks / self.total).to(value.dtype)
+        scaled = value * (self._ranks / self.total).to(value.dtype)
+        return scaled.sum() if self.total.dim() else scaled
 
     def losses(self) -> Tensor:
-        """Returns the loss of each microbatch as ``loss`` returned it, in fp64."""
-        values = self.values[-self._microbatches :]  # torch's inference of shapes may have called it once more
-        return torch.stack([value.reshape(()).double() for value in values])
+        """Returns the loss of each microbatch as ``loss`` returned it, in fp64; of several sums their sum."""
+        return torch.stack([value.double().sum() for value in self._of_step()])
 
     def mean(self) -> Tensor:
         """Returns the loss of the step. Communicates: one all-reduce over each axis of ``mean_over``."""
-        losses = self.losses()
-        return losses.mean() if self.total is None else self._data.sum(losses.sum()) / self.total
+        values = self.terms()
+        if self.total is None:
+            return values.mean()
+        return self.of_sums(self._data.sum(values.sum(0)))
+
+    def terms(self) -> Tensor:
+        """Returns the sums of each microbatch, in fp64: one number, or as many as there are counts."""
+        return torch.stack([value.double() for value in self._of_step()])
+
+    def of_sums(self, sums: Tensor) -> Tensor:
+        """Returns the loss of the step from the sums over all data ranks."""
+        assert self.total is not None
+        return (sums.reshape(self.total.shape) / self.total).sum()
+
+    def _of_step(self) -> list[Tensor]:
+        return self.values[-self._microbatches :]  # torch's inference of shapes may have called it once more
 
 
-def one_element(value: Any) -> Tensor:
-    """Returns the result of a loss.
+def loss_terms(value: Any, count: Tensor | None) -> Tensor:
+    """Returns the result of a loss: one element, or as many as ``count`` has, in one dim.
 
     Raises:
-        TypeError: no tensor. ValueError: not one element.
+        TypeError: no tensor. ValueError: another number of elements.
     """
+    several = count is not None and count.dim() > 0
+    rule = f"a tensor of shape {tuple(count.shape)}, as the counts" if several and count is not None else ""
+    rule = rule or "a tensor with one element"
     if not isinstance(value, Tensor):
-        raise TypeError(f"loss: its result, a {type(value).__name__}, must be a tensor with one element")
-    if value.numel() != 1:
-        raise ValueError(f"loss: its result of shape {tuple(value.shape)} must be a tensor with one element")
+        raise TypeError(f"loss: its result, a {type(value).__name__}, must be {rule}")
+    if value.shape != count.shape if several and count is not None else value.numel() != 1:
+        raise ValueError(f"loss: its result of shape {tuple(value.shape)} must be {rule}")
     return value
+
+
+def _checked_count(count: Any) -> Tensor:
+    """Returns what ``count`` returned as a tensor.
+
+    Raises:
+        ValueError: it has more than one dim.
+    """
+    result = torch.as_tensor(count)
+    if result.dim() > 1:
+        raise ValueError(f"count: its result of shape {tuple(result.shape)} must be a number, or of one dim")
+    return result

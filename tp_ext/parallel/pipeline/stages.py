@@ -103,7 +103,8 @@ def pipeline_stages(
             :class:`tp_ext.ParallelMoE`, without the axis that shards them. Parameters are kept after forward, since
             resharding them loses gradients under schedules that split the backward.
         stages_per_rank: default 2 for schedules with several stages on a rank.
-        count: the number of tokens of a target, such as ``lambda target: (target != -100).sum()``.
+        count: the number of tokens of a target, such as ``lambda target: (target != -100).sum()``; or several numbers,
+            ``[m]``, for a ``loss`` of as many sums, each divided by its own number.
         mean_over: the ranks that have other tokens of the same step, as in ``vocab_parallel_cross_entropy``; with
             ``count``.
         gradient_reduction: how data parallelism combines their gradients: ``"mean"`` (FSDP2, DDP) or ``"sum"``, with

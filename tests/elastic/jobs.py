@@ -1,0 +1,198 @@
+"""Replicas of two ranks that train together, each a job of its own, and what one process computes instead."""
+
+import os
+import pickle
+import queue
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tp_ext
+from tests.helpers import ranks
+
+TP, VOCAB, HIDDEN, ROWS, SEQ = 2, 11, 8, 2, 4
+OPTIONS = {"lr": 0.05, "eps": 1e-4}
+
+
+def model(group, width=12):
+    return nn.Sequential(
+        tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, group=group),
+        tp_ext.RMSNorm(HIDDEN, group=group),
+        tp_ext.ParallelMLP(HIDDEN, width, group=group),
+        tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=group),
+    ).double()
+
+
+def batch(step, name):
+    """ids and target of a replica; each has another number of valid tokens, some have none."""
+    number = int(name)
+    generator = torch.Generator().manual_seed(100 * step + number)
+    ids, target = torch.randint(VOCAB, (2, ROWS * SEQ), generator=generator)
+    target[(step + 2 * number) % (ROWS * SEQ + 1) :] = -100
+    return ids, target
+
+
+def loss_of(net, ids, target, group):
+    logits = net(ids)
+    return tp_ext.vocab_parallel_cross_entropy(logits, target, group, vocab_size=VOCAB, reduction="sum")
+
+
+def alone(history):
+    """The full weights and states of one process that has trained on the tokens of these replicas, by step."""
+    tp_ext.manual_seed(1)
+    net = model(None)
+    tp_ext.reset_parameters(net)
+    optimizer = torch.optim.AdamW(net.parameters(), **OPTIONS)
+    for step, names in enumerate(history):
+        batches = [batch(step, name) for name in names]
+        count = sum(int((target != -100).sum()) for _, target in batches)
+        for ids, target in batches:
+            (loss_of(net, ids, target, None) / max(1, count)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.state_dict(), tp_ext.full_optimizer_state_dict(net, optimizer)["state"]
+
+
+def dying_at(elastic, point):
+    """Makes this process die at a call, in a step: before or after a function, by its name, of the number; or makes it
+    show no life for a while."""
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    where, name, number, step = point
+    calls = {"n": 0}
+    owner = next(one for one in (elastic, elastic._board, elastic._pulse, elastic._phases) if hasattr(one, name))
+    function = getattr(owner, name)
+
+    def called(*args, **options):
+        if elastic.step < step:
+            return function(*args, **options)
+        calls["n"] += 1
+        if where == "before" and calls["n"] == number:
+            die()
+        if where == "silent before" and calls["n"] == number:
+            elastic._pulse._ended.set()
+            time.sleep(3)
+        result = function(*args, **options)
+        if where == "after" and calls["n"] == number:
+            die()
+        return result
+
+    setattr(owner, name, called)
+
+
+def train(port, name, rank, backend, steps, least, point, pause, later, out):
+    """One rank of a replica: puts what it has done, or its error, into the queue.
+
+    ``least``: step -> the number of replicas that it waits for, or a key of the store; ``later``: None, or a word of a
+    replica that comes later, with other weights.
+    """
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    inside = dist.PrefixStore(f"job/{name}/{later}/", store.clone())
+    dist.init_process_group(backend, store=inside, rank=rank, world_size=TP, timeout=timedelta(seconds=30))
+    group = dist.group.WORLD
+    tp_ext.manual_seed(1 if later is None else 77)
+    net = model(group, 16 if later == "wrong" else 12)
+    tp_ext.reset_parameters(net)
+    optimizer = torch.optim.AdamW(net.parameters(), **OPTIONS)
+    elastic = tp_ext.parallel.ElasticData(net, optimizer, group=group, store=store, replica=name)
+    if point is not None:
+        dying_at(elastic, point)
+    history, longest = {}, 0.0
+
+    def report(*what):
+        out.put(pickle.dumps(what))  # tensors by value: this process ends
+
+    try:
+        while elastic.step < steps:
+            begun = time.monotonic()
+            waits = least.get(elastic.step, 1)
+            elastic._least = waits if isinstance(waits, int) else 1
+            if isinstance(waits, str):
+                store.get(waits)
+            with elastic.begin(wait=60):
+                ids, target = batch(elastic.step, name)
+                count = int((target != -100).sum())
+                value = loss_of(net, ids, target, group) / count if count else loss_of(net, ids, target, group) * 0
+                value.backward()
+                elastic.average(count)
+                optimizer.step()
+                optimizer.zero_grad()
+                history[elastic.step] = elastic.replicas
+                if waits == 1 and later is None:
+                    longest = max(longest, time.monotonic() - begun)
+                time.sleep(pause)
+                elastic.commit()
+        state = dict(tp_ext.full_state_dict(net))
+        states = tp_ext.full_optimizer_state_dict(net, optimizer)["state"]
+        report(name, rank, later, history, longest, state, states, None)
+        elastic.close()
+    except Exception as error:  # its type and text are what is tested
+        report(name, rank, later, history, longest, None, None, f"{type(error).__name__}: {error}")
+    out.close()
+    out.join_thread()
+    os._exit(0)  # without the destructors of what was abandoned
+
+
+class Jobs:
+    """Three replicas of two ranks, and later ones."""
+
+    def __init__(self, backend, steps, least=None, pause=0.0):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.out = ranks._context.Queue()
+        self.backend, self.steps, self.pause = backend, steps, pause
+        self.least = {0: 3} | (least or {})
+        self.processes = []
+
+    def start(self, name, dies=None, point=None, later=None):
+        """Starts a replica; its rank ``dies`` kills itself at a point."""
+        found = []
+        for rank in range(TP):
+            args = (self.store.port, name, rank, self.backend, self.steps, self.least, point if rank == dies else None)
+            process = ranks._context.Process(target=train, args=(*args, self.pause, later, self.out), daemon=True)
+            process.start()
+            found.append(process)
+        self.processes += found
+        return found
+
+    def leftovers(self):
+        """The names of shared memory that these processes have left; each has the number of its maker."""
+        made = {str(process.pid) for process in self.processes}
+        return [name for name in os.listdir("/dev/shm") if name.startswith("tp_shm") and made & set(name.split("."))]
+
+    def results(self, timeout=150.0):
+        """What the ranks have reported that were not killed, once all have ended."""
+        found, until = [], time.monotonic() + timeout
+        while time.monotonic() < until:
+            alive = any(process.is_alive() for process in self.processes)
+            try:
+                found.append(pickle.loads(self.out.get(timeout=0.1)))
+            except queue.Empty:
+                if not alive:
+                    break
+        for process in self.processes:
+            process.kill()
+        return found
+
+
+def check(found, steps, survivors):
+    """All survivors have done the same, and have the weights and states of one process."""
+    whole = [one for one in found if one[7] is None]
+    reported = {(one[0], one[1]) for one in whole}
+    missing = {(name, rank) for name in survivors for rank in range(TP)} - reported
+    assert not missing, [(one[0], one[1], one[7]) for one in found]
+    history = {step: names for one in whole for step, names in one[3].items()}
+    assert sorted(history) == list(range(steps))
+    for name, rank, *_ in whole:
+        others = next(one[3] for one in whole if one[:2] == (name, rank))
+        assert {step: history[step] for step in others} == others
+    want, want_states = alone([history[step] for step in range(steps)])
+    for _, _, _, _, _, state, states, _ in whole:
+        torch.testing.assert_close(state, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(states, want_states, rtol=1e-12, atol=1e-12)
+    return history

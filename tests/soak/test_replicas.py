@@ -1,0 +1,11 @@
+"""Short soak of replicas that come and go; the long form is tests/soak/replicas.py."""
+
+import pytest
+
+from tests.soak import replicas
+
+
+@pytest.mark.timeout(400)
+def test_replicas_that_are_killed_at_random_moments():
+    longest, _ = replicas.soak(2, seed=3)
+    assert longest < 5

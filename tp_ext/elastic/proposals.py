@@ -1,0 +1,60 @@
+"""Proposals of views: which replicas are to take part, and which one gives its weights to those that are new."""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from tp_ext.elastic.board import Board, Replica, View
+from tp_ext.elastic.pulse import Pulse
+
+
+class Proposals:
+    """The views that this rank would propose, by what it knows."""
+
+    def __init__(self, board: Board, pulse: Pulse) -> None:
+        self._board, self._pulse = board, pulse
+
+    def joiners(self, view: View | None) -> list[Replica]:
+        """Returns the replicas that wait to take part."""
+        known = set() if view is None else {*view.ids, *view.out}
+        waiting = [one for one in self._board.joined() if one.id not in known]
+        gone = self._pulse.gone([one.id for one in waiting]) if waiting else set()
+        return [one for one in waiting if one.id not in gone]
+
+    def first(self, last: View | None, joiners: Sequence[Replica]) -> View:
+        """Returns a view of replicas that are all new, after the last one, whose members are all gone."""
+        giver = self._giver(joiners)
+        number, out = (1, ()) if last is None else (last.number + 1, (*last.out, *last.ids))
+        return View(number, tuple(joiners), tuple(one.id for one in joiners), giver.id, giver.step, out)
+
+    def with_joiners(self, view: View, step: int) -> View:
+        """Returns the view with those that wait."""
+        gone = self._pulse.gone(view.ids)
+        # This rank may not know yet that its own replica is gone
+        members = [one for one in view.members if one.id not in gone] or list(view.members)
+        joiners = self.joiners(view)
+        out = (*view.out, *(one for one in view.ids if one not in [member.id for member in members]))
+        fresh = tuple(one.id for one in joiners)
+        return View(view.number + 1, (*members, *joiners), fresh, members[0].id if fresh else "", step, out)
+
+    def survivors(self, view: View, gone: AbstractSet[str]) -> View:
+        """Returns the view without those that are gone."""
+        members = tuple(one for one in view.members if one.id not in gone)
+        fresh = tuple(one for one in view.fresh if one not in gone)
+        source, step = "", view.step
+        if fresh and len(fresh) < len(members):
+            source = next(one.id for one in members if one.id not in fresh)
+        elif fresh:
+            giver = self._giver(members)
+            source, step = giver.id, giver.step
+        return View(view.number + 1, members, fresh, source, step, (*view.out, *sorted(gone)))
+
+    def _giver(self, replicas: Sequence[Replica]) -> Replica:
+        """Returns the replica that gives its weights if all are new: of those that still have their own, the one with
+        the largest step."""
+        clean = [one for one in replicas if self._board.read(f"changed/{one.id}") is None]
+        if not clean:
+            raise RuntimeError(
+                "begin: no replica is left that has the weights as a whole; load a checkpoint and begin with another "
+                "store"
+            )
+        return max(clean, key=lambda one: one.step)

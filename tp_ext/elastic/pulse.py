@@ -1,0 +1,73 @@
+"""Signs of life of the ranks of all replicas, in a store."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+LEFT = "left"
+
+
+class Pulse:
+    """The signs of life of this rank, and those of others as this rank sees them.
+
+    A thread changes a key of the store several times within ``silence``. A replica is gone if the key of one of its
+    ranks has not changed for so long, or says that the rank has left.
+
+    Args:
+        store: of this object alone: another thread that waits in it would hold up the signs of life.
+        replica: the id of the replica.
+        rank, size: in the replica; all replicas have as many ranks.
+        silence: seconds.
+    """
+
+    def __init__(self, store: dist.Store, replica: str, rank: int, size: int, silence: float) -> None:
+        self._store, self._size, self._silence = store, size, silence
+        self._own = self._key(replica, rank)
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._ended = threading.Event()
+        self._store.set(self._own, "0")
+        self._thread = threading.Thread(target=self._beat, args=(store.clone(),), daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the signs of life, and says that this rank has left."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            with contextlib.suppress(Exception):  # of a store that is gone
+                self._store.set(self._own, LEFT)
+
+    def gone(self, replicas: Iterable[str]) -> set[str]:
+        """Returns those of the replicas that are gone. It has to be called again and again: a first look cannot tell
+        since when a rank is silent."""
+        return self._look({self._key(one, rank): one for one in replicas for rank in range(self._size)})
+
+    def others_gone(self, replica: str) -> bool:
+        """Returns whether another rank of this rank's replica is gone; as :meth:`gone`."""
+        keys = {key: replica for rank in range(self._size) if (key := self._key(replica, rank)) != self._own}
+        return bool(keys) and bool(self._look(keys))
+
+    def _look(self, keys: dict[str, str]) -> set[str]:
+        values, now = self._store.multi_get(list(keys)), time.monotonic()
+        found = set()
+        for (key, replica), value in zip(keys.items(), values, strict=True):
+            before, since = self._seen.get(key, (b"", now))
+            if before != value:
+                since = now
+            self._seen[key] = value, since
+            if value == LEFT.encode() or now - since >= self._silence:
+                found.add(replica)
+        return found
+
+    def _beat(self, store: dist.Store) -> None:
+        number = 0
+        with contextlib.suppress(Exception):  # of a store that is gone; then all ranks notice
+            while not self._ended.wait(self._silence / 6):
+                number += 1
+                store.set(self._own, str(number))
+
+    def _key(self, replica: str, rank: int) -> str:
+        return f"beat/{replica}/{rank}"
