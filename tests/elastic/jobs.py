@@ -128,6 +128,8 @@ def train(port, name, rank, backend, steps, least, point, pause, later, out):
                     longest = max(longest, time.monotonic() - begun)
                 time.sleep(pause)
                 elastic.commit()
+                if elastic.step == 1:
+                    store.set(f"begun/{name}/{rank}", "")
         state = dict(tp_ext.full_state_dict(net))
         states = tp_ext.full_optimizer_state_dict(net, optimizer)["state"]
         report(name, rank, later, history, longest, state, states, None)

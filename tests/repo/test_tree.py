@@ -390,7 +390,7 @@ BUDGETS = {
     "auto": 11200,  # conversions of direct calls, numbers read of parameters
     "checkpoint": 4750,
     "debug": 2100,  # one digest of a model
-    "elastic": 950,
+    "elastic": 1000,
     "huggingface": 1900,
     "lightning": 350,
     "mesh_program": 1150,

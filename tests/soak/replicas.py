@@ -25,7 +25,9 @@ def one_round(seed, backend):
     draw = random.Random(seed)
     jobs = Jobs(backend, STEPS, pause=PAUSE)
     ranks = {name: jobs.start(name) for name in "012"}
-    jobs.store.get("tp_ext/elastic/view/1")  # waits until all are there
+    # Until all have had a step: the first one waits for all three replicas
+    for one in (f"begun/{name}/{rank}" for name in "012" for rank in range(TP)):
+        jobs.store.get(one)
     name, rank = draw.choice("012"), draw.randrange(TP)
     # A step takes some 0.1 seconds
     time.sleep(draw.uniform(0, 0.1 * STEPS))

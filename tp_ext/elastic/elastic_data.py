@@ -23,6 +23,7 @@ from tp_ext.elastic.phases import LOOK, GivenUpError, Pause, Phases
 from tp_ext.elastic.proposals import Proposals
 from tp_ext.elastic.pulse import Pulse
 from tp_ext.model.stages import Stages, joined
+from tp_ext.refit.lost import RankLost
 from tp_ext.refit.refit_plan import plan
 
 _NEXT = {"begin": "average", "average": "commit", "commit": "begin"}
@@ -115,12 +116,12 @@ class ElasticData:
         # At the end of the process, too: a thread must not use the store then
         weakref.finalize(self, self._pulse.end)
         all_gather_objects(None, group)  # now all ranks have shown life, which the others may look for
-        self._proposals = Proposals(self._board, self._pulse)
+        self._proposals = Proposals(self._board, self._pulse, self._size)
         self._phases = Phases(self._board, self._pulse, self._size)
         self._view: View | None = None
         self._cross: CrossGroup | None = None
         self._next, self._closed, self._looked = "begin", False, 0.0
-        self._unexplained, self._asked = 0, False
+        self._unexplained, self._asked, self._moved = 0, False, False
         self._cause: Exception | None = None
 
     def begin(self, *, wait: float = 300.0) -> "_Step":
@@ -259,8 +260,6 @@ class ElasticData:
         if self._phases.arrived(phase, view):
             try:
                 self._cross = self._group_of(view.ids, f"{view.number}", phase)
-                if self._id in view.fresh and self._id != view.source:
-                    self._board.first(f"changed/{self._id}", YES)
                 if view.source and (self._id == view.source or self._id in view.fresh):
                     self._move(view, phase)
             except (GivenUpError, RuntimeError) as failure:
@@ -285,7 +284,18 @@ class ElasticData:
             model, optimizer = (self._model, self._optimizer)
             pair = (optimizer, None) if gives else (None, optimizer)
             source, target = (model, None) if gives else (None, model)
-            plan(source, target, process_group=few.process_group(), optimizers=pair).run()
+            moves = plan(source, target, process_group=few.process_group(), optimizers=pair)
+            if not gives:
+                self._proposals.note_move(view, self._id, self._moved)
+            moves.run()
+            if not gives and not self._moved:
+                self._moved = True
+                self._proposals.note_moved(self._id)
+        except RankLost as error:
+            if error.installed and not gives and not self._moved:
+                self._moved = True
+                self._proposals.note_moved(self._id)
+            raise
         finally:
             few.abandon()
 

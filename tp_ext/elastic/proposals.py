@@ -3,15 +3,30 @@
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from tp_ext.elastic.board import Board, Replica, View
+from tp_ext.elastic.board import YES, Board, Replica, View
 from tp_ext.elastic.pulse import Pulse
 
 
 class Proposals:
-    """The views that this rank would propose, by what it knows."""
+    """The views that this rank would propose, by what it knows.
 
-    def __init__(self, board: Board, pulse: Pulse) -> None:
-        self._board, self._pulse = board, pulse
+    Args:
+        size: the number of ranks of each replica.
+    """
+
+    def __init__(self, board: Board, pulse: Pulse, size: int) -> None:
+        self._board, self._pulse, self._size = board, pulse, size
+
+    def note_move(self, view: View, replica: str, again: bool) -> None:
+        """Notes, before a new replica gets weights, of which step they are; ``again``: this rank has got some before,
+        so that its replica may have those of two others."""
+        self._board.first(f"given/{replica}", str(view.step))
+        if again:
+            self._board.first(f"mixed/{replica}", YES)
+
+    def note_moved(self, replica: str) -> None:
+        """Notes that this rank of a new replica has got weights."""
+        self._board.count(f"moved/{replica}", 1)
 
     def joiners(self, view: View | None) -> list[Replica]:
         """Returns the replicas that wait to take part."""
@@ -49,12 +64,18 @@ class Proposals:
         return View(view.number + 1, members, fresh, source, step, (*view.out, *sorted(gone)))
 
     def _giver(self, replicas: Sequence[Replica]) -> Replica:
-        """Returns the replica that gives its weights if all are new: of those that still have their own, the one with
-        the largest step."""
-        clean = [one for one in replicas if self._board.read(f"changed/{one.id}") is None]
-        if not clean:
+        """Returns the replica that gives its weights if all are new, with the step of its weights: of those whose ranks
+        all have their own, or all those that they got, the one with the largest step."""
+        whole = []
+        for one in replicas:
+            moved = self._board.count(f"moved/{one.id}")
+            if moved == 0:
+                whole.append(one)
+            elif moved == self._size and self._board.read(f"mixed/{one.id}") is None:
+                whole.append(one._replace(step=int(self._board.read(f"given/{one.id}") or one.step)))
+        if not whole:
             raise RuntimeError(
                 "begin: no replica is left that has the weights as a whole; load a checkpoint and begin with another "
                 "store"
             )
-        return max(clean, key=lambda one: one.step)
+        return max(whole, key=lambda one: one.step)
