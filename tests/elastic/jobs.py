@@ -86,7 +86,7 @@ def dying_at(elastic, point):
     setattr(owner, name, called)
 
 
-def train(port, name, rank, backend, steps, least, point, pause, later, out):
+def train(port, name, rank, backend, steps, least, timeout, point, pause, later, out):
     """One rank of a replica: puts what it has done, or its error, into the queue.
 
     ``least``: step -> the number of replicas that it waits for, or a key of the store; ``later``: None, or a word of a
@@ -100,7 +100,7 @@ def train(port, name, rank, backend, steps, least, point, pause, later, out):
     net = model(group, 16 if later == "wrong" else 12)
     tp_ext.reset_parameters(net)
     optimizer = torch.optim.AdamW(net.parameters(), **OPTIONS)
-    elastic = tp_ext.parallel.ElasticData(net, optimizer, group=group, store=store, replica=name)
+    elastic = tp_ext.parallel.ElasticData(net, optimizer, group=group, store=store, replica=name, timeout=timeout)
     if point is not None:
         dying_at(elastic, point)
     history, longest = {}, 0.0
@@ -142,12 +142,12 @@ def train(port, name, rank, backend, steps, least, point, pause, later, out):
 
 
 class Jobs:
-    """Three replicas of two ranks, and later ones."""
+    """Three replicas of two ranks, and later ones; the ``timeout`` is long: ranks of a busy machine wait for a core."""
 
-    def __init__(self, backend, steps, least=None, pause=0.0):
+    def __init__(self, backend, steps, least=None, pause=0.0, timeout=30.0):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.out = ranks._context.Queue()
-        self.backend, self.steps, self.pause = backend, steps, pause
+        self.backend, self.steps, self.pause, self.timeout = backend, steps, pause, timeout
         self.least = {0: 3} | (least or {})
         self.processes = []
 
@@ -155,8 +155,9 @@ class Jobs:
         """Starts a replica; its rank ``dies`` kills itself at a point."""
         found = []
         for rank in range(TP):
-            args = (self.store.port, name, rank, self.backend, self.steps, self.least, point if rank == dies else None)
-            process = ranks._context.Process(target=train, args=(*args, self.pause, later, self.out), daemon=True)
+            args = (self.store.port, name, rank, self.backend, self.steps, self.least, self.timeout)
+            args = (*args, point if rank == dies else None, self.pause, later, self.out)
+            process = ranks._context.Process(target=train, args=args, daemon=True)
             process.start()
             found.append(process)
         self.processes += found
@@ -167,7 +168,7 @@ class Jobs:
         made = {str(process.pid) for process in self.processes}
         return [name for name in os.listdir("/dev/shm") if name.startswith("tp_shm") and made & set(name.split("."))]
 
-    def results(self, timeout=150.0):
+    def results(self, timeout=300.0):
         """What the ranks have reported that were not killed, once all have ended."""
         found, until = [], time.monotonic() + timeout
         while time.monotonic() < until:

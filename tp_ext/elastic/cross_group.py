@@ -18,8 +18,8 @@ class CrossGroup:
     """A gloo group of ranks of several replicas, each of which may be a job of its own.
 
     ``new_group`` is called by all ranks of one job; here the ranks that are left of several jobs make a group from a
-    store. It is made by a thread, and collectives are asynchronous, so that whoever waits can give up when a replica is
-    lost: gloo itself waits for the dead until its timeout, and the connection of a new group for 30 s.
+    store. It is made by a thread, and collectives are asynchronous, so that a rank that waits gives up when a replica
+    is lost: gloo itself waits for the dead until its timeout, and the connection of a new group for 30 s.
 
     Args:
         store: of the ranks of this group alone.
