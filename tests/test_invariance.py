@@ -238,6 +238,8 @@ def test_sizes_of_blocks():
 
 def _layers():
     linear, target = {"group": None}, torch.ones(2).long()
+    whole = nn.Sequential(nn.Linear(4, 4))
+    plan = tp_ext.auto.plan(whole, (torch.ones(2, 4),), 1)
     return [
         (lambda: tp_ext.ColumnParallelLinear(8, 8, overlap_chunks=2, **linear), "overlap_chunks: 2"),
         (lambda: tp_ext.RowParallelLinear(8, 8, grad_accumulation_fusion=True, **linear), "grad_accumulation_fusion"),
@@ -251,6 +253,11 @@ def _layers():
         (lambda: tp_ext.coalesce_gradients(tp_ext.LayerNorm(8, group=None)), "module: "),
         (lambda: tp_ext.linear_cross_entropy(torch.ones(2, 4), torch.ones(8, 4), target, None), "linear_cross_entropy"),
         (lambda: tp_ext.reduce_from_region(torch.ones(2), None), "reduce_from_region: "),
+        (lambda: tp_ext.lax.psum(torch.ones(2), "x"), "psum: "),
+        (lambda: tp_ext.lax.pmean(torch.ones(2), "x"), "pmean: "),
+        (lambda: tp_ext.lax.psum_scatter(torch.ones(2), "x"), "psum_scatter: "),
+        (lambda: tp_ext.matmul_2d(torch.ones(2, 2), torch.ones(2, 2), None, None), "matmul_2d: "),
+        (lambda: tp_ext.auto.apply(plan, whole, None), "auto.apply: "),
         (lambda: tp_ext.reduce_scatter_region(torch.ones(2), None), "reduce_scatter_region: "),
         (lambda: tp_ext.copy_to_region(torch.ones(2, requires_grad=True), None), "copy_to_region: "),
         (lambda: tp_ext.all_gather_region(torch.ones(2, requires_grad=True), None), "all_gather_region: "),

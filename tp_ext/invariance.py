@@ -123,6 +123,14 @@ def refuse_in_blocks(blocks: int | None, **options: object) -> None:
             raise ValueError(f"{name}: {value!r} must not be given in tp_invariant: its sums depend on the ranks")
 
 
+def refuse_call(name: str, instead: str) -> None:
+    """Raises a ValueError in a context: of a function that has no form with the same bits for every p."""
+    if current_blocks() is not None:
+        raise ValueError(
+            f"{name}: must not be called in tp_invariant, since it adds one partial sum per rank; {instead}"
+        )
+
+
 def check_ranks(blocks: int, p: int) -> None:
     """Raises a ValueError if there are more ranks than blocks."""
     if p > blocks:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from tp_ext._checks import check_int
 from tp_ext.group import ParallelGroup
+from tp_ext.invariance import refuse_call
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import Names
 from tp_ext.mesh_program.permutation import Pairs, check_permutation, exchanged, permuted
@@ -102,6 +103,7 @@ def psum(x: Any, axis: Names) -> Any:
 
     A number counts once for each rank. Communicates: one all-reduce for each axis of several ranks.
     """
+    refuse_call("psum", "leave the context for it")
     size = axis_size_of(axis, "psum")
     return _each(lambda t: _over(_counted(t), axis, "psum", _sum, varies=False), x, "psum", number=lambda n: n * size)
 
@@ -112,6 +114,7 @@ def pmean(x: Any, axis: Names) -> Any:
 
     Communicates: as :func:`psum`.
     """
+    refuse_call("pmean", "leave the context for it")
     size = axis_size_of(axis, "pmean")
     return _each(
         lambda t: _over(_counted(t), axis, "pmean", _sum, varies=False) / size, x, "pmean", number=lambda n: n / 1
@@ -148,6 +151,7 @@ def psum_scatter(x: Any, axis: Names, dim: int = 0, sizes: Sequence[int] | None 
 
     Communicates: one reduce-scatter for each axis; backward, one all-gather.
     """
+    refuse_call("psum_scatter", "leave the context for it")
     sizes = _sizes(sizes, axis, "psum_scatter")
 
     def scatter(t: Tensor, group: ParallelGroup, dim: int) -> Tensor:

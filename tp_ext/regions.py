@@ -32,17 +32,9 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._ops import batching as batching  # registers the rules of torch.vmap
 from tp_ext.group import Group, group_name, parallel_group
-from tp_ext.invariance import block_sizes, check_ranks, current_blocks
+from tp_ext.invariance import block_sizes, check_ranks, current_blocks, refuse_call
 
-
-# [Note: one tree of blocks]
-def _refuse_sums(region: str, sums: bool = True) -> None:
-    """Raises a ValueError in :func:`tp_ext.tp_invariant` for a region that adds the partial sums of ranks."""
-    if sums and current_blocks() is not None:
-        raise ValueError(
-            f"{region}: must not be called in tp_invariant, since it adds one partial sum per rank: use the layers, "
-            "or leave the context for it"
-        )
+_INSTEAD = "use the layers, or leave the context for it"
 
 
 def _records(x: Tensor) -> bool:
@@ -54,7 +46,8 @@ def copy_to_region(x: Tensor, group: Group) -> Tensor:
 
     Communicates: backward, one all-reduce of x's size. Conjugate: :func:`reduce_from_region`.
     """
-    _refuse_sums("copy_to_region", _records(x))
+    if _records(x):
+        refuse_call("copy_to_region", _INSTEAD)
     return _ops.copy_to_region(x, group_name(group))
 
 
@@ -63,7 +56,7 @@ def reduce_from_region(x: Tensor, group: Group) -> Tensor:
 
     Communicates: forward, one all-reduce of x's size. Conjugate: :func:`copy_to_region`.
     """
-    _refuse_sums("reduce_from_region")
+    refuse_call("reduce_from_region", _INSTEAD)
     return _ops.reduce_from_region(x, group_name(group))
 
 
@@ -112,7 +105,8 @@ def all_gather_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int
     Arguments and errors as :func:`gather_from_region`. Communicates: forward, one all-gather; backward, one
     reduce-scatter. Conjugate: :func:`reduce_scatter_region`.
     """
-    _refuse_sums("all_gather_region", _records(x))
+    if _records(x):
+        refuse_call("all_gather_region", _INSTEAD)
     return _ops.all_gather_region(x, group_name(group), dim, sizes)
 
 
@@ -122,7 +116,7 @@ def reduce_scatter_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence
     Arguments and errors as :func:`scatter_to_region`. Communicates: forward, one reduce-scatter; backward, one
     all-gather. Conjugate: :func:`all_gather_region`.
     """
-    _refuse_sums("reduce_scatter_region")
+    refuse_call("reduce_scatter_region", _INSTEAD)
     return _ops.reduce_scatter_region(x, group_name(group), dim, sizes)
 
 

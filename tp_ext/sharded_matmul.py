@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext.group import Group, ParallelGroup, parallel_group
+from tp_ext.invariance import refuse_call
 from tp_ext.sharding import split_sizes
 
 Algorithm = Literal["gather", "summa"]
@@ -47,6 +48,7 @@ def matmul_2d(
         TypeError: a and b differ in dtype, or are not floating.
         ValueError: a or b is not the shard of this rank; no such ``algorithm``.
     """
+    refuse_call("matmul_2d", "leave the context for it")
     rows, columns = parallel_group(row_group), parallel_group(column_group)
     if algorithm not in (None, "gather", "summa"):
         raise ValueError(f"algorithm: {algorithm!r} must be 'gather', 'summa' or None")

@@ -21,6 +21,8 @@ def _plan(**changes: Any) -> auto.Plan:
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "model": (lambda: _plan(model=3), TypeError, "model: int must be an nn.Module"),
+    "a linear": (lambda: _plan(model=nn.Linear(4, 4)), ValueError, "model: a Linear must be inside of a module"),
+    "attention": (lambda: _plan(model=nn.MultiheadAttention(4, 2)), ValueError, "model: a MultiheadAttention must be"),
     "class": (lambda: _plan(model=Model), TypeError, "model: the class Model must be an nn.Module, an object"),
     "p": (lambda: _plan(p="2"), ValueError, "p: '2' must be an integer of at least 1"),
     "no example": (lambda: _plan(example=None), TypeError, "example: NoneType must be a dict"),

@@ -21,6 +21,15 @@ def check_planned_model(model: Any) -> None:
         raise TypeError(f"model: {kind} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
 
 
+def check_is_no_layer(model: nn.Module) -> None:
+    """Raises ValueError if the model is itself a layer that ``apply`` would have to replace."""
+    if isinstance(model, nn.Linear | nn.MultiheadAttention):
+        raise ValueError(
+            f"model: a {type(model).__name__} must be inside of a module, such as nn.Sequential(model): another layer "
+            "takes its place"
+        )
+
+
 def check_example(example: Any) -> None:
     """Raises TypeError unless an example is a dict of keyword arguments or a tuple."""
     if not isinstance(example, Mapping | tuple):

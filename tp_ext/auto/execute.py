@@ -43,6 +43,7 @@ from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, di
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
+from tp_ext.invariance import refuse_call
 from tp_ext.model.layouts import declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout
@@ -79,6 +80,7 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
             ranks have different plans or models; the model is sharded by a plan; ``verify`` without ``example``. After
             it: ``verify`` finds a difference. TypeError: an argument of another type.
     """
+    refuse_call("auto.apply", "build the model of layers of tp_ext")
     applied = apply_quietly(plan, model, group, verify=verify, example=example)
     if parallel_group(group).rank == 0 and (text := _whole_matrices(plan)):
         warnings.warn(text, stacklevel=2)

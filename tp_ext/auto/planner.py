@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.argument_checks import check_example, check_plan_options, check_planned_model
+from tp_ext.auto.argument_checks import check_example, check_is_no_layer, check_plan_options, check_planned_model
 from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
@@ -73,11 +73,13 @@ def plan(
         ValueError: a rule that is no notation, or for no operator; a hint that fits nothing, or that cannot hold; a
             budget that cannot; a forward that branches on data, or that fails with the example; with ``strict``,
             weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
-            its tokens. TypeError: an argument of another type.
+            its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``. TypeError: an argument of
+            another type.
     """
     check_planned_model(model)
     check_example(example)
     check_plan_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget)
+    check_is_no_layer(model)
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     check_hints(model, hints)

@@ -349,7 +349,8 @@ class ParallelModule(nn.Module):
             if blocks is None:
                 return None
             # The lengths of blocks are equal only if the number of tokens is a multiple of p
-            total_tokens = whole.shape[0] if whole is not None else local.shape[0] * p if local is not None else 0
+            length = next((len(x) for x in (whole, local) if x is not None and x.dim()), 0)
+            total_tokens = length if whole is not None else length * p
         check_int(least=0, total_tokens=total_tokens)
         sizes = split_sizes(total_tokens, p) if blocks is None else block_sizes(total_tokens, blocks, p)
         if local is not None and local.dim() and local.shape[0] != sizes[self.tp_group.rank]:

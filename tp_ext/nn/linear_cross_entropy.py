@@ -5,7 +5,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_int
 from tp_ext.group import Group, parallel_group
-from tp_ext.invariance import current_blocks
+from tp_ext.invariance import refuse_call
 from tp_ext.mesh import data_axes
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.loss import check_reductions, global_mean, vocab_columns
@@ -86,11 +86,8 @@ def linear_cross_entropy(
     # The operator would take it for 0 or 1
     if isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: {chunk_tokens!r} must be an integer of at least 1, or None")
-    if current_blocks() is not None:
-        raise ValueError(
-            "linear_cross_entropy: must not be called in tp_invariant, since its chunks of tokens depend on the local "
-            "vocabulary; use VocabParallelLMHead.loss, or vocab_parallel_cross_entropy of the logits"
-        )
+    # Its chunks of tokens depend on the local vocabulary, too
+    refuse_call("linear_cross_entropy", "use VocabParallelLMHead.loss, or vocab_parallel_cross_entropy of the logits")
     if DebugMode.on:
         check_same_input("target", target, resolved)
     start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")
