@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -14,6 +14,12 @@ from tp_ext._build import load
 from tp_ext._checks import check_int
 
 _blocks: ContextVar[int | None] = ContextVar("invariant_blocks", default=None)
+
+
+class _Entered:
+    """The number of contexts entered in this process: compiled code, which cannot use a ContextVar, reads it."""
+
+    count = 0
 
 
 @contextmanager
@@ -54,18 +60,30 @@ def tp_invariant(blocks: int = 8) -> Iterator[None]:
         yield
 
 
+def using_blocks(blocks: int | None) -> AbstractContextManager[None]:
+    """Returns the context in which functions of tensors have these blocks, for a layer that calls them; of None none:
+    compiled code could not enter it."""
+    return nullcontext() if blocks is None else _entered(blocks)
+
+
 @contextmanager
-def using_blocks(blocks: int | None) -> Iterator[None]:
-    """Sets the blocks for functions of tensors, for a layer that calls them; None: no blocks."""
+def _entered(blocks: int) -> Iterator[None]:
     token = _blocks.set(blocks)
+    _Entered.count += 1
     try:
         yield
     finally:
+        _Entered.count -= 1
         _blocks.reset(token)
 
 
 def current_blocks() -> int | None:
-    """Returns the blocks of the context; None outside of one."""
+    """Returns the blocks of the context; None outside of one. Raises NotImplementedError in code that is compiled in
+    one."""
+    if torch.compiler.is_compiling():
+        if _Entered.count:
+            refuse_compiled()
+        return None
     return _blocks.get()
 
 
@@ -140,7 +158,7 @@ def check_ranks(blocks: int, p: int) -> None:
 def refuse_compiled() -> None:
     """Raises a NotImplementedError in compiled code, whose elementwise operators round otherwise than eager ones."""
     if torch.compiler.is_compiling():
-        raise NotImplementedError("tp_ext: layers built in tp_invariant cannot be compiled; leave out torch.compile")
+        raise NotImplementedError("tp_ext: what is built or called in tp_invariant cannot be compiled")
 
 
 @contextmanager

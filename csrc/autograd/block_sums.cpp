@@ -49,6 +49,21 @@ struct BlockCopies : Function<BlockCopies> {
   }
 };
 
+struct BlockSum : Function<BlockSum> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& nodes, const std::string& group,
+                        int64_t number) {
+    ctx->saved_data["nodes"] = nodes.size(0);
+    const Unrecorded guard(nodes);
+    return comm::TreeSum::of_nodes(nodes, number, group, nodes.scalar_type()).wait();
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    std::vector<int64_t> shape{ctx->saved_data["nodes"].toInt()};
+    for (const int64_t size : grads[0].sizes()) shape.push_back(size);
+    return gradients({grads[0].unsqueeze(0).expand(shape)});
+  }
+};
+
 Tensor products(const Tensor& a, const Tensor& b) {
   const int64_t n = a.size(0);
   if (comm::traced(a)) {
@@ -121,10 +136,9 @@ std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int6
 }
 
 Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks) {
+  refuse_forward_mode("block_sum", nodes);
   own_blocks(blocks, group);  // its check
-  TORCH_CHECK_NOT_IMPLEMENTED(!needs_graph(nodes), "tp_ext: block_sum has no derivative");
-  const Unrecorded guard(nodes);
-  return comm::TreeSum::of_nodes(nodes, blocks, group, nodes.scalar_type()).wait();
+  return BlockSum::apply(nodes, group, blocks);
 }
 
 Tensor block_bmm(const Tensor& a, const Tensor& b) {

@@ -80,6 +80,17 @@ def _own_rows(rank: int, p: int, given: dict) -> dict[str, Any]:
     return {"rows": given["rows"] - given["rows"].min(), **({"num_rows": 2 * ROWS // p} if "num_rows" in given else {})}
 
 
+def _segments(dim: int) -> Any:
+    """The segments of two blocks of a weight's dim."""
+
+    def by_rank(rank: int, p: int, given: dict) -> dict[str, list[int]]:
+        length = given["weight"].shape[dim] * p // 2
+        return {"segments": [n for i in range(2 // p) for n in (rank + i, i * length, length)]}
+
+    return by_rank
+
+
+BLOCKS = {"blocks": 2, "segments": []}
 GROUP, SP = {"group": "tp"}, {"group": "tp", "sequence_parallel": True}
 LINEAR = {"x": _x(), "weight": _x(OUT, IN), "bias": _x(OUT)}
 COLUMN, ROW = {"weight": S(0), "bias": S(0)}, {"weight": S(1), "bias": I}
@@ -115,6 +126,16 @@ CASES = [
     Case("column_parallel_linear", {**LINEAR, **SP}, {"x": S(0), **COLUMN}),
     Case("row_parallel_linear", {**LINEAR, **GROUP}, {"x": S(1), **ROW}),
     Case("row_parallel_linear", {**LINEAR, **SP}, {"x": S(1), **ROW}),
+    *(
+        Case("block_column_linear", {**LINEAR, **where, **BLOCKS, "sizes": None}, {"x": x, **COLUMN}, _segments(0))
+        for where, x in ((GROUP | {"sequence_parallel": False}, I), (SP, S(0)))
+    ),
+    *(
+        Case("block_row_linear", {**LINEAR, **where, **BLOCKS}, {"x": S(1), **ROW}, _segments(1))
+        for where in (GROUP | {"sequence_parallel": False}, SP)
+    ),
+    Case("block_copies", {"x": _x(), **GROUP, "blocks": 1}, {"x": I}, lambda rank, p, given: {"blocks": p}),
+    Case("block_sum", {"nodes": _x(1, 5), **GROUP, "blocks": 1}, {"nodes": P}, lambda rank, p, given: {"blocks": p}),
     Case(
         "linear_2d",
         {**LINEAR, **PLANE, "weight_size": IN, "row": False, "activations": "replicated"},
@@ -266,7 +287,12 @@ def _as_function(case: Case) -> type:
         """Nothing is saved; with it ``forward`` has no context among its parameters."""
 
     members = {"forward": forward, "setup_context": setup_context}
-    members["spmd_typecheck"] = types if many else RULES[case.operator]
+
+    def of_one_block(*, x: Tensor, group: Any, blocks: int) -> Any:
+        return RULES["block_copies"](x=x, group=group, blocks=2)[0]  # a block for each rank
+
+    special = {"copy_to_region_coalesced": types, "block_copies": of_one_block}
+    members["spmd_typecheck"] = special.get(case.operator, RULES[case.operator])
     statics = {name: staticmethod(value) for name, value in members.items()}
     return type(case.operator, (torch.autograd.Function,), statics)
 

@@ -195,7 +195,8 @@ def block_copies(x: Tensor, group: str, blocks: int) -> list[Tensor]:
 
 @operator
 def block_sum(nodes: Tensor, group: str, blocks: int) -> Tensor:
-    """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes; no derivative.
+    """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes, of which each has
+    the gradient dy.
 
     Args:
         nodes: ``[nodes, ..]``: the nodes that are complete on this rank, in their order.

@@ -26,7 +26,8 @@ import spmd_types
 from spmd_types import I, P, R, S, V, rules
 from torch import Tensor
 
-from tp_ext.group import process_group
+from tp_ext.group import parallel_group, process_group
+from tp_ext.invariance import blocks_of_rank
 from tp_ext.model.same_input import check_same_input
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import rows_seed, sequence_seeds
@@ -244,6 +245,29 @@ def row_parallel_linear(
 ) -> Typed:
     ignored(main_grad)
     return _row(x, weight, bias, group, _activations(sequence_parallel), sum_bias_grad)
+
+
+@rule
+def block_column_linear(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool
+) -> Typed:
+    return _column(x, weight, bias, group, _activations(sequence_parallel))
+
+
+@rule
+def block_row_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool) -> Typed:
+    return _row(x, weight, bias, group, _activations(sequence_parallel), True)
+
+
+@rule
+def block_copies(*, x: Tensor, group: str, blocks: int) -> list[Typed]:
+    _, p, rank = parallel_group(group)
+    return [copied(x, group) for _ in blocks_of_rank(blocks, rank, p)]
+
+
+@rule
+def block_sum(*, nodes: Tensor, group: str) -> Typed:
+    return summed(rules.einsum("n...->...", nodes, linear_in=[0]), group)
 
 
 @rule
