@@ -27,8 +27,8 @@ ELASTIC_BUGS = [
     _bug(
         "elastic_without_states",
         "elastic_data.py",
-        "optimizers=pair).run()",
-        "optimizers=None).run()",
+        "few.process_group(), optimizers=pair)",
+        "few.process_group())",
         "A replica that joins has no state of the optimizer.",
         f"{JOINS}[it joins]",
     ),
