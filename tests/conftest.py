@@ -38,9 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Here, too: a training is compared with that of the ranks bit by bit
-    for environment in (os.environ, ranks._ENVIRONMENT):
-        environment.update(ranks.STRICT)
+    ranks._ENVIRONMENT.update(ranks.STRICT)
     text = "cuda: needs a CUDA device; TP_EXT_REQUIRE_CUDA=1 turns its skip into a failure"
     config.addinivalue_line("markers", text)
     seeds.cheapen()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import small_gpt
-from tests.helpers.ranks import run
+from tests.helpers.ranks import run, run_fresh
 from tests.helpers.region_maps import cases
 from tp_ext import debug
 from tp_ext.debug import count_collectives
@@ -87,14 +87,15 @@ def _train(group, **options):
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "activation_checkpointing": True}], ids=str)
 def test_training_has_the_bits_of_processes_over_tp_shm(p, options):
     """Embedding, attention, MLP, norms, dropout, loss, clipping and optimizer; the order of sums is that of tp_shm."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes: a product's sums depend on them
-    here = simulate(lambda rank, group: _train(group, **options), p)
-    torch.set_num_threads(threads)
+    here = run_fresh(_train_simulated, p, options)  # with the threads and the MKL of the processes
     there = run(_train_over_tp_shm, p, options)
     for (losses, norms, weights), (losses_there, norms_there, weights_there) in zip(here, there, strict=True):
         assert losses == losses_there and norms == norms_there
         assert all(torch.equal(a, b) for a, b in zip(weights, weights_there, strict=True))
+
+
+def _train_simulated(p, options):
+    return simulate(lambda rank, group: _train(group, **options), p)
 
 
 def _train_over_tp_shm(world, options):
