@@ -52,7 +52,7 @@ class Part:
 
     @property
     def has_copies(self) -> bool:
-        """Whether several ranks may hold an element."""
+        """Whether an element can be on several ranks."""
         return self.copies > 1 or self.queries > 0
 
     def span(self, rank: int, p: int) -> tuple[int, int]:
@@ -80,10 +80,9 @@ class Part:
         return self.queries * self.unit // self.size
 
     def copied(self, rank: int, p: int) -> int:
-        """Returns the number of the first elements of the rank's share that another rank counts."""
+        """Returns the number of the first elements of the rank's share of a part in blocks that another rank counts."""
         if not self.queries:
-            start, stop = self.span(rank, p)
-            return stop - start if rank % self.copies else 0
+            return 0
         first, stop = units_of_rank(self.queries, self.blocks, rank, p)
         return self.unit if first % self._share and stop > first else 0
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,8 +58,9 @@ class Sharding:
         for part in self.parts:
             start, stop = part.span(rank, p)
             length = min(stop, part.size) - min(start, part.size)
-            full_start, padding, copied = offset + min(start, part.size), stop - start - length, part.copied(rank, p)
-            if part.queries and 0 < copied < length:
+            full_start, padding = offset + min(start, part.size), stop - start - length
+            copied = part.copied(rank, p) if part.queries else 0
+            if 0 < copied < length:
                 yield [
                     LocalPart(part, local_start, full_start, copied, 0, False),
                     LocalPart(part, local_start + copied, full_start + copied, length - copied, 0, True),
@@ -235,6 +237,11 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
 
     def __repr__(self) -> str:
         return f"Layout({', '.join(f'({sharding}, {group.name or None!r})' for sharding, group in self)})"
+
+    @cached_property
+    def blocks(self) -> int:
+        """The number of blocks of :func:`tp_ext.tp_invariant` that a dim is cut into; 0: none is."""
+        return next((sharding.blocks for sharding, _ in self if sharding.blocks), 0)
 
     @property
     def sizes(self) -> tuple[int, ...]:

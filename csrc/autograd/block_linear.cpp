@@ -95,9 +95,9 @@ Tensor product(const Tensor& a, const Tensor& b, Tensor out) {
   return out.defined() ? at::mm_out(out, a, b) : at::mm(a, b);
 }
 
-// The tree over the products of the segments of each block; `multiply` as above, on a segment
+// The tree over multiply(segment), [rows of `like`, columns], of the segments of each block
 template <typename F>
-comm::TreeSum tree_of_products(const Tensor& like, std::vector<SymInt> shape, const BlockCall& call,
+comm::TreeSum tree_of_products(const Tensor& like, const SymInt& columns, const BlockCall& call,
                                const F& multiply) {
   const auto segments = segments_of(call.flat);
   const auto blocks = own_blocks(call.number, call.group);
@@ -110,7 +110,7 @@ comm::TreeSum tree_of_products(const Tensor& like, std::vector<SymInt> shape, co
       leaf =
           leaf.defined() ? leaf.to(comm::node_dtype(leaf)) + term.to(comm::node_dtype(term)) : term;
     }
-    if (!leaf.defined()) return at::zeros_symint({shape[0], shape.back()}, like.options());
+    if (!leaf.defined()) return at::zeros_symint({like.sym_size(0), columns}, like.options());
     return leaf;
   });
 }
@@ -128,21 +128,11 @@ Split split_rows(const Tensor& x, Split tokens) {
   return tokens;
 }
 
-void check_traced(const Tensor& x) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(x), "tp_ext: ", kName,
-                              " has no forward-mode derivative; use reverse mode");
-}
-
 struct BlockColumnLinear : Function<BlockColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const BlockCall& call) {
     Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    return compute(x, weight, bias, call);
-  }
-
-  static Tensor compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                        const BlockCall& call) {
     const Tensor full =
         call.sequence_parallel ? comm::all_gather(x, call.group, 0, call.tokens) : x;
     const Tensor rows = as_rows(full);
@@ -171,11 +161,9 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
     if (wants_w && s.sequence_parallel)
       x_full.emplace(comm::all_gather_async(s.x, s.group, 0, s.tokens));
     if (wants_x) {
-      auto tree = tree_of_products(
-          rows, {rows.sym_size(0), s.weight.sym_size(1)}, s, [&](const Segment& segment) {
-            return at::mm(columns(rows, segment),
-                          s.weight.narrow(0, segment.start, segment.length));
-          });
+      auto tree = tree_of_products(rows, s.weight.sym_size(1), s, [&](const Segment& segment) {
+        return at::mm(columns(rows, segment), s.weight.narrow(0, segment.start, segment.length));
+      });
       dx.emplace(s.sequence_parallel ? std::move(tree).reduce_scatter_async(
                                            s.group, split_rows(dy, s.tokens), dy.scalar_type())
                                      : std::move(tree).all_reduce_async(s.group, dy.scalar_type()));
@@ -205,15 +193,10 @@ struct BlockRowLinear : Function<BlockRowLinear> {
                         const OptionalTensor& bias, const BlockCall& call) {
     Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    return compute(x, weight, bias, call);
-  }
-
-  static Tensor compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                        const BlockCall& call) {
     const Tensor rows = as_rows(x);
-    auto tree = tree_of_products(
-        rows, {rows.sym_size(0), weight.sym_size(0)}, call,
-        [&](const Segment& s) { return at::mm(columns(rows, s), columns(weight, s).t()); });
+    auto tree = tree_of_products(rows, weight.sym_size(0), call, [&](const Segment& s) {
+      return at::mm(columns(rows, s), columns(weight, s).t());
+    });
     auto shape = with_last(x, weight.sym_size(0));
     if (call.sequence_parallel) shape[0] = call.tokens.sizes[comm::rank(call.group)];
     const Tensor sum = call.sequence_parallel
@@ -270,8 +253,8 @@ struct BlockRowLinear : Function<BlockRowLinear> {
 Tensor block_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                            const std::string& group, bool sequence_parallel, Sizes sizes,
                            int64_t blocks, at::IntArrayRef segments) {
+  refuse_forward_mode(kName, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1);
-  check_traced(x);
   const int64_t p = comm::size(group);
   BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
   if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
@@ -281,8 +264,8 @@ Tensor block_column_linear(const Tensor& x, const Tensor& weight, const Optional
 Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                         const std::string& group, bool sequence_parallel, int64_t blocks,
                         at::IntArrayRef segments) {
+  refuse_forward_mode(kName, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1, true);
-  check_traced(x);
   const int64_t p = comm::size(group);
   BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
   if (call.sequence_parallel) call.tokens = comm::block_split(tokens_of(x), blocks, p);

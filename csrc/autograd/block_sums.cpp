@@ -43,8 +43,9 @@ struct BlockCopies : Function<BlockCopies> {
         std::find_if(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
     TORCH_INTERNAL_ASSERT(defined != grads.end());
     const Unrecorded guard(*defined);
-    for (const auto& grad : grads)  // a copy of what autograd may still use
-      tree.add(grad.defined() ? grad.clone() : at::zeros_like(*defined));
+    const auto wide = comm::node_dtype(*defined);
+    for (const auto& grad : grads)  // a copy, since autograd may still use it
+      tree.add(grad.defined() ? grad.to(wide, false, true) : at::zeros_like(*defined));
     return gradients({std::move(tree).all_reduce(group, defined->scalar_type())});
   }
 };
@@ -64,15 +65,19 @@ struct BlockSum : Function<BlockSum> {
   }
 };
 
+// f(i) for each i, stacked
+template <typename F>
+Tensor each_of(const Tensor& x, const F& f) {
+  std::vector<Tensor> all(x.size(0));
+  for_each_block(x, x.size(0), [&](int64_t i) { all[i] = f(i); });
+  return all.empty() ? at::empty(x.sizes(), x.options()) : at::stack(all);
+}
+
 Tensor products(const Tensor& a, const Tensor& b) {
-  const int64_t n = a.size(0);
-  if (comm::traced(a)) {
-    std::vector<Tensor> all;
-    for (int64_t i = 0; i < n; ++i) all.push_back(at::mm(a.select(0, i), b.select(0, i)));
-    return at::stack(all);
-  }
-  const Tensor y = at::empty({n, a.size(1), b.size(2)}, a.options());
-  for_each_block(a, n, [&](int64_t i) {
+  if (comm::traced(a))
+    return each_of(a, [&](int64_t i) { return at::mm(a.select(0, i), b.select(0, i)); });
+  const Tensor y = at::empty({a.size(0), a.size(1), b.size(2)}, a.options());
+  for_each_block(a, a.size(0), [&](int64_t i) {
     Tensor out = y.select(0, i);
     at::mm_out(out, a.select(0, i), b.select(0, i));
   });
@@ -96,14 +101,6 @@ struct BlockBmm : Function<BlockBmm> {
          ctx->needs_input_grad(1) ? products(transposed(saved[0]), grads[0]) : Tensor()});
   }
 };
-
-// f(i) for each i, stacked
-template <typename F>
-Tensor each_of(const Tensor& x, const F& f) {
-  std::vector<Tensor> all(x.size(0));
-  for_each_block(x, x.size(0), [&](int64_t i) { all[i] = f(i); });
-  return all.empty() ? at::empty(x.sizes(), x.options()) : at::stack(all);
-}
 
 struct BlockSoftmax : Function<BlockSoftmax> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, bool blind) {

@@ -32,23 +32,48 @@ at::ScalarType node_dtype(const Tensor& leaf) {
 
 void TreeSum::add(const Tensor& leaf) { push({0, next_++, leaf.to(node_dtype(leaf))}); }
 
-void TreeSum::push(Node node) {
+namespace {
+
+// Adds a node to those that are complete, in the order of their blocks: while it is the right
+// neighbour of the last one, join(last, node) makes one of both; an odd last node of a level moves
+// up as it is. What is left waits for a neighbour on another rank or to come, or is the root.
+template <typename Node, typename Join>
+void add_node(std::vector<Node>& nodes, Node node, int64_t number, const Join& join) {
   for (;;) {
-    const bool has_left = !nodes_.empty() && nodes_.back().level == node.level &&
-                          nodes_.back().index == node.index - 1;
-    const bool last = ((node.index + 1) << node.level) >= blocks_.number;
-    if (node.index % 2 == 1 && has_left) {
-      Tensor left = nodes_.back().value;
-      nodes_.pop_back();
-      // A tensor that a dispatch mode has recorded must not be written
-      node.value = traced(left) ? left + node.value : left.add_(node.value);
-    } else if (node.index % 2 == 1 || !last || node.index == 0) {
-      break;  // its neighbour is on another rank, still to come, or this is the root
+    if (node.index % 2 == 1) {
+      if (nodes.empty() || nodes.back().level != node.level || nodes.back().index != node.index - 1)
+        break;
+      join(nodes.back(), node);
+      nodes.pop_back();
+    } else if (node.index == 0 || ((node.index + 1) << node.level) < number) {
+      break;
     }
     ++node.level;
     node.index /= 2;
   }
-  nodes_.push_back(std::move(node));
+  nodes.push_back(std::move(node));
+}
+
+struct Place {
+  int64_t level, index;
+};
+
+// The nodes that are complete on a rank
+std::vector<Place> complete(const Blocks& blocks) {
+  std::vector<Place> places;
+  for (int64_t b = blocks.first; b < blocks.first + blocks.count; ++b)
+    add_node(places, Place{0, b}, blocks.number, [](const Place&, const Place&) {});
+  return places;
+}
+
+}  // namespace
+
+void TreeSum::push(Node node) {
+  add_node(nodes_, std::move(node), blocks_.number, [](const Node& left, Node& right) {
+    // A tensor that a dispatch mode has recorded must not be written
+    Tensor sum = left.value;
+    right.value = traced(sum) ? sum + right.value : sum.add_(right.value);
+  });
 }
 
 Tensor TreeSum::root() const {
@@ -65,30 +90,6 @@ Tensor TreeSum::stacked() const {
   return at::stack(values);
 }
 
-namespace {
-
-// Level and index of the nodes that are complete on a rank, as push leaves them
-std::vector<std::pair<int64_t, int64_t>> complete(const Blocks& blocks) {
-  std::vector<std::pair<int64_t, int64_t>> nodes;
-  for (int64_t b = blocks.first; b < blocks.first + blocks.count; ++b) {
-    int64_t level = 0, index = b;
-    for (;;) {
-      const bool has_left =
-          !nodes.empty() && nodes.back() == std::pair<int64_t, int64_t>(level, index - 1);
-      const bool last = ((index + 1) << level) >= blocks.number;
-      if (index % 2 == 1 && has_left)
-        nodes.pop_back();
-      else if (index % 2 == 1 || !last || index == 0)
-        break;
-      ++level, index /= 2;
-    }
-    nodes.emplace_back(level, index);
-  }
-  return nodes;
-}
-
-}  // namespace
-
 Split TreeSum::nodes_of_ranks(int64_t number, int64_t p) {
   Split split;
   for (int64_t rank = 0; rank < p; ++rank)
@@ -100,8 +101,8 @@ Tensor TreeSum::total(const Tensor& nodes, int64_t number, int64_t p, at::Scalar
   TreeSum tree({number, 0, number});
   int64_t i = 0;
   for (int64_t rank = 0; rank < p; ++rank)
-    for (const auto& [level, index] : complete(blocks_of(number, rank, p)))
-      tree.push({level, index, nodes.select(0, i++)});
+    for (const Place& place : complete(blocks_of(number, rank, p)))
+      tree.push({place.level, place.index, nodes.select(0, i++)});
   tree.next_ = number;
   return tree.root().to(dtype);
 }

@@ -2,22 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.helpers.accuracy import DTYPES, KINDS, assert_as_accurate, assert_as_special, values, with_specials
+from tests.kernels.test_activation import ACTIVATIONS, GATES, every_activation, every_function, every_gate
 from tp_ext import _ops
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
-GATES = {"swiglu": F.silu, "geglu": F.gelu}
 SHAPE = (256, 512)
-every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
-every_gate = pytest.mark.parametrize("activation", GATES)
-every_function = pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATES])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

@@ -18,19 +18,21 @@ from tp_ext._ops.activation import (
     gated_act_fwd,
 )
 from tp_ext._ops.binding import Sizes
-from tp_ext._ops.context import context_attention
-from tp_ext._ops.linear import (
-    accumulate_grad_into,
-    add_weight_grad_,
-    all_to_all_linear,
+from tp_ext._ops.blocks import (
     block_bmm,
     block_column_linear,
     block_copies,
     block_row_linear,
     block_softmax,
     block_sum,
-    column_parallel_linear,
     column_sums,
+)
+from tp_ext._ops.context import context_attention
+from tp_ext._ops.linear import (
+    accumulate_grad_into,
+    add_weight_grad_,
+    all_to_all_linear,
+    column_parallel_linear,
     grouped_linear,
     linear_2d,
     row_parallel_linear,

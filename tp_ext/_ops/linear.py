@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tp_ext._ops.binding import Sizes, direct_operator, operator, primitive
-from tp_ext._ops.fake_tensors import acc_dtype
 
 
 @direct_operator
@@ -141,97 +140,6 @@ def grouped_linear(
         grouped_gemm: by ``torch._grouped_mm``, or by a GEMM for each expert that has rows; default: the former where
             torch supports it, on CUDA in bf16, with features that are multiples of 8.
     """
-
-
-@operator
-def block_column_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    sequence_parallel: bool,
-    sizes: Sizes,
-    blocks: int,
-    segments: Sequence[int],
-) -> Tensor:
-    """Returns :func:`column_parallel_linear` with the same bits for every number of ranks: products are computed by
-    blocks, and dx is summed by one tree over them. C++: block_linear.cpp.
-
-    Args:
-        blocks: their number over all ranks.
-        segments: triples (block, start, length) that make up the rows of ``weight``; block -1: copies of rows whose dx
-            another rank counts.
-
-    Communicates: backward, an all-to-all and an all-gather of x, in fp32; under SP the all-gathers of x, and for dx the
-    all-to-all alone.
-    """
-
-
-@operator
-def block_row_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    sequence_parallel: bool,
-    blocks: int,
-    segments: Sequence[int],
-) -> Tensor:
-    """Returns :func:`row_parallel_linear` with the same bits for every number of ranks; arguments as
-    :func:`block_column_linear`, the segments being columns of ``weight``.
-
-    Communicates: forward, an all-to-all and an all-gather of the result, in fp32 and its own dtype; under SP the
-    all-to-all alone, and backward an all-gather of dy and the tree of the bias gradient.
-    """
-
-
-@operator
-def block_copies(x: Tensor, group: str, blocks: int) -> list[Tensor]:
-    """Returns x once for each block of this rank; dx is the tree over the gradients of all blocks.
-
-    Communicates: backward, an all-to-all and an all-gather of x.
-    """
-
-
-@operator
-def block_sum(nodes: Tensor, group: str, blocks: int) -> Tensor:
-    """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes, of which each has
-    the gradient dy.
-
-    Args:
-        nodes: ``[nodes, ..]``: the nodes that are complete on this rank, in their order.
-
-    Communicates: an all-to-all of the nodes, and an all-gather.
-    """
-
-
-@operator
-def block_bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Returns ``torch.bmm(a, b)``, each product computed on one thread: its bits depend on ``a[i]`` and ``b[i]`` alone.
-
-    Args:
-        a, b: ``[n, rows, k]`` and ``[n, k, columns]``.
-    """
-
-
-@operator
-def block_softmax(x: Tensor, blind: bool) -> Tensor:
-    """Returns ``softmax(x, -1)`` of ``[n, rows, columns]``, each ``x[i]`` computed on one thread.
-
-    Args:
-        blind: rows may be -inf throughout, and become 0.
-    """
-
-
-@primitive("_column_sums")
-def column_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Returns the sum of each column, ``[columns]``, in fp32 (fp64 for fp64), in the order of the rows.
-
-    Args:
-        x: ``[rows, columns]``.
-        lengths: of the slices of columns whose sums must not depend on the others; they add up to ``columns``.
-    """
-    return x.new_empty([x.shape[1]], dtype=acc_dtype(x.dtype))
 
 
 @primitive("_add_weight_grad_")

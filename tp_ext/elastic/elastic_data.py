@@ -120,7 +120,7 @@ class ElasticData:
         self._phases = Phases(self._board, self._pulse, self._size)
         self._view: View | None = None
         self._cross: CrossGroup | None = None
-        self._next, self._closed, self._looked = "begin", False, 0.0
+        self._next, self._closed = "begin", False
         self._unexplained, self._asked, self._moved = 0, False, False
         self._cause: Exception | None = None
 

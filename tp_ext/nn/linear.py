@@ -136,7 +136,8 @@ class ColumnParallelLinear(ParallelLinear):
             if bias is not None and not skip_bias_add:
                 y = y + bias.to(y.dtype)
         elif attributes["invariant_blocks"] is not None:
-            y, bias = self.in_blocks(x, weight, total_tokens, row=False), self.parameter("bias")
+            y = self.in_blocks(x, weight, total_tokens, row=False)
+            bias = self.parameter("bias") if skip_bias_add else None
         else:
             weight, bias, main_grad = operands(self, attributes, weight, attributes["_copied"])
             y = _ops.column_parallel_linear(

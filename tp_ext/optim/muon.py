@@ -251,7 +251,7 @@ class Muon(Optimizer):
         shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
         reports = _shards_of_all(shards, axes)
         # Gram matrices are sums over what each rank holds
-        self._in_blocks = any(sharding.blocks for _, layout in found for sharding, _ in layout)
+        self._in_blocks = any(layout.blocks for _, layout in found)
         form = "gather" if self._in_blocks else self._form
         work_options = MuonOptions(axes, device, self._ns_dtype, form, self._bucket_bytes)
         steps = [options["ns_steps"] for _, options, _ in matrices]

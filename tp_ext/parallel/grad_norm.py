@@ -194,7 +194,7 @@ def _norm(
     """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count."""
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
-    blocks = next((sharding.blocks for _, layout, _ in table for sharding, _ in layout if sharding.blocks), 0)
+    blocks = next((layout.blocks for _, layout, _ in table if layout.blocks), 0)
     if blocks and norm_type == 2:
         summed, extra = (
             _axes(names).values() for names in ([axis.name for axis in groups.axes], _listed(extra_groups))

@@ -80,8 +80,7 @@ class MicrobatchTree:
 
         Communicates: one all-gather.
         """
-        everyone = _ops.all_gather_region(own, self._data.name, 0, None) if self._data.size > 1 else own
-        columns = everyone.reshape(self._blocks, -1)
+        columns = _ops.all_gather_region(own, self._data.name, 0, None).reshape(self._blocks, -1)
         return _ops.column_sums(columns, [columns.shape[1]])
 
     def _buckets(self) -> Iterable[Sequence[int]]:
