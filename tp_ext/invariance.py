@@ -156,7 +156,7 @@ def check_ranks(blocks: int, p: int) -> None:
 
 
 def refuse_compiled() -> None:
-    """Raises a NotImplementedError in compiled code, whose elementwise operators round otherwise than eager ones."""
+    """Raises a NotImplementedError in compiled code: its elementwise operators round differently from eager ones."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("tp_ext: what is built or called in tp_invariant cannot be compiled")
 

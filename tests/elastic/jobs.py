@@ -6,6 +6,7 @@ import queue
 import signal
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,15 +59,16 @@ def alone(history):
 
 
 def dying_at(elastic, point):
-    """Makes this process die at a call, in a step: before or after a function, by its name, of the number; or makes it
-    show no life for a while."""
+    """Makes this process die in a step, before or after the call of a function of that number, or makes it show no life
+    for a while."""
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
     where, name, number, step = point
     calls = {"n": 0}
-    owner = next(one for one in (elastic, elastic._board, elastic._pulse, elastic._phases) if hasattr(one, name))
+    objects = elastic, elastic._board, elastic._pulse, elastic._phases
+    owner = next(owner for owner in objects if hasattr(owner, name))
     function = getattr(owner, name)
 
     def called(*args, **options):
@@ -77,7 +79,7 @@ def dying_at(elastic, point):
             die()
         if where == "silent before" and calls["n"] == number:
             elastic._pulse._ended.set()
-            time.sleep(3)
+            time.sleep(2.4 * elastic._silence)  # until the others take it for dead
         result = function(*args, **options)
         if where == "after" and calls["n"] == number:
             die()
@@ -86,8 +88,30 @@ def dying_at(elastic, point):
     setattr(owner, name, called)
 
 
+class Report(NamedTuple):
+    """The result of a rank.
+
+    Attributes:
+        replica, rank: of the rank.
+        later: as of :func:`train`.
+        history: step -> names of the replicas that took part.
+        longest: seconds of the longest step.
+        state, states: the full weights and states of the optimizer; None after an error.
+        error: its type and text; None without one.
+    """
+
+    replica: str
+    rank: int
+    later: str | None
+    history: dict
+    longest: float
+    state: dict | None
+    states: dict | None
+    error: str | None
+
+
 def train(port, name, rank, backend, steps, least, timeout, point, pause, later, out):
-    """One rank of a replica: puts what it has done, or its error, into the queue.
+    """One rank of a replica: puts its :class:`Report` into the queue.
 
     ``least``: step -> the number of replicas that it waits for, or a key of the store; ``later``: None, or a word of a
     replica that comes later, with other weights.
@@ -105,8 +129,9 @@ def train(port, name, rank, backend, steps, least, timeout, point, pause, later,
         dying_at(elastic, point)
     history, longest = {}, 0.0
 
-    def report(*what):
-        out.put(pickle.dumps(what))  # tensors by value: this process ends
+    def report(state, states, error):
+        # Tensors by value: this process ends
+        out.put(pickle.dumps(Report(name, rank, later, history, longest, state, states, error)))
 
     try:
         while elastic.step < steps:
@@ -132,10 +157,10 @@ def train(port, name, rank, backend, steps, least, timeout, point, pause, later,
                     store.set(f"begun/{name}/{rank}", "")
         state = dict(tp_ext.full_state_dict(net))
         states = tp_ext.full_optimizer_state_dict(net, optimizer)["state"]
-        report(name, rank, later, history, longest, state, states, None)
+        report(state, states, None)
         elastic.close()
     except Exception as error:  # its type and text are what is tested
-        report(name, rank, later, history, longest, None, None, f"{type(error).__name__}: {error}")
+        report(None, None, f"{type(error).__name__}: {error}")
     out.close()
     out.join_thread()
     os._exit(0)  # without the destructors of what was abandoned
@@ -153,49 +178,47 @@ class Jobs:
 
     def start(self, name, dies=None, point=None, later=None):
         """Starts a replica; its rank ``dies`` kills itself at a point."""
-        found = []
+        started = []
         for rank in range(TP):
             args = (self.store.port, name, rank, self.backend, self.steps, self.least, self.timeout)
             args = (*args, point if rank == dies else None, self.pause, later, self.out)
             process = ranks._context.Process(target=train, args=args, daemon=True)
             process.start()
-            found.append(process)
-        self.processes += found
-        return found
+            started.append(process)
+        self.processes += started
+        return started
 
     def leftovers(self):
         """The names of shared memory that these processes have left; each has the number of its maker."""
-        made = {str(process.pid) for process in self.processes}
-        return [name for name in os.listdir("/dev/shm") if name.startswith("tp_shm") and made & set(name.split("."))]
+        makers = {str(process.pid) for process in self.processes}
+        return [name for name in os.listdir("/dev/shm") if name.startswith("tp_shm") and makers & set(name.split("."))]
 
     def results(self, timeout=300.0):
-        """What the ranks have reported that were not killed, once all have ended."""
-        found, until = [], time.monotonic() + timeout
+        """The reports of the ranks that were not killed; waits until all have ended."""
+        reports, until = [], time.monotonic() + timeout
         while time.monotonic() < until:
             alive = any(process.is_alive() for process in self.processes)
             try:
-                found.append(pickle.loads(self.out.get(timeout=0.1)))
+                reports.append(pickle.loads(self.out.get(timeout=0.1)))
             except queue.Empty:
                 if not alive:
                     break
         for process in self.processes:
             process.kill()
-        return found
+        return reports
 
 
-def check(found, steps, survivors):
+def check(reports, steps, survivors):
     """All survivors have done the same, and have the weights and states of one process."""
-    whole = [one for one in found if one[7] is None]
-    reported = {(one[0], one[1]) for one in whole}
-    missing = {(name, rank) for name in survivors for rank in range(TP)} - reported
-    assert not missing, [(one[0], one[1], one[7]) for one in found]
-    history = {step: names for one in whole for step, names in one[3].items()}
+    whole = [report for report in reports if report.error is None]
+    missing = {(name, rank) for name in survivors for rank in range(TP)} - {(r.replica, r.rank) for r in whole}
+    assert not missing, [(report.replica, report.rank, report.error) for report in reports]
+    history = {step: names for report in whole for step, names in report.history.items()}
     assert sorted(history) == list(range(steps))
-    for name, rank, *_ in whole:
-        others = next(one[3] for one in whole if one[:2] == (name, rank))
-        assert {step: history[step] for step in others} == others
+    for report in whole:
+        assert {step: history[step] for step in report.history} == report.history
     want, want_states = alone([history[step] for step in range(steps)])
-    for _, _, _, _, _, state, states, _ in whole:
-        torch.testing.assert_close(state, want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(states, want_states, rtol=1e-12, atol=1e-12)
+    for report in whole:
+        torch.testing.assert_close(report.state, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(report.states, want_states, rtol=1e-12, atol=1e-12)
     return history

@@ -39,13 +39,13 @@ def test_a_rank_is_killed(point, backend):
     jobs = Jobs(backend, STEPS)
     for name in "012":
         jobs.start(name, dies=1 if name == "1" else None, point=POINTS[point])
-    found = jobs.results()
-    history = check(found, STEPS, "02")
-    assert {one[0] for one in found if one[7] is None} == set("02")
+    reports = jobs.results()
+    history = check(reports, STEPS, "02")
+    assert {report.replica for report in reports if report.error is None} == set("02")
     assert set(history[0]) == set("012") and set(history[STEPS - 1]) == set("02")
-    lost = [one[7] for one in found if one[0] == "1"]
-    assert lost and all(text.startswith("ReplicaLost: replica: '1' was lost") for text in lost)
-    assert max(one[4] for one in found if one[0] != "1") < jobs.timeout
+    errors = [report.error for report in reports if report.replica == "1"]
+    assert errors and all(text.startswith("ReplicaLost: replica: '1' was lost") for text in errors)
+    assert max(report.longest for report in reports if report.replica != "1") < jobs.timeout
     assert jobs.leftovers() == []
 
 
@@ -70,10 +70,10 @@ def test_a_replica_joins_from_the_memory_of_another_one(case):
     jobs.start("2")
     first[1].join(120)
     jobs.start("1", dies=None if old or point is None else 1, point=point, later="again")
-    found = jobs.results()
-    survivors = "".join(sorted({one[0] for one in found if one[7] is None}))
-    assert survivors in {"it joins": ("012",), "the one that gives dies": ("12",)}.get(case, ("02",)), found
-    history = check(found, STEPS, survivors)
+    reports = jobs.results()
+    survivors = "".join(sorted({report.replica for report in reports if report.error is None}))
+    assert survivors in {"it joins": ("012",), "the one that gives dies": ("12",)}.get(case, ("02",)), reports
+    history = check(reports, STEPS, survivors)
     assert set(history[JOINS_IN - 1]) == set("02") and set(history[JOINS_IN]) == set(survivors)
 
 
@@ -83,10 +83,10 @@ def test_a_replica_of_another_model_is_refused_and_the_others_go_on():
         jobs.start(name)
     jobs.store.get("tp_ext/elastic/view/1")  # waits: of replicas that are all new one would be as wrong as another
     jobs.start("3", later="wrong")
-    found = jobs.results()
-    history = check(found, STEPS, "012")
+    reports = jobs.results()
+    history = check(reports, STEPS, "012")
     assert all(set(names) == set("012") for names in history.values())
-    assert any(one[7].startswith("ValueError: ") for one in found if one[0] == "3")
+    assert any(report.error.startswith("ValueError: ") for report in reports if report.replica == "3")
 
 
 def _one(group):

@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 class Last(nn.Module):
-    """What comes after the blocks: the sums of the losses of the next token and of those after it."""
+    """The last part of the model: the sums of the losses of the next token and of later ones."""
 
     def __init__(self, embedding, depth, block, tied, **parallel):
         super().__init__()

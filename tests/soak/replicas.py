@@ -26,8 +26,8 @@ def one_round(seed, backend):
     jobs = Jobs(backend, STEPS, pause=PAUSE, timeout=5.0)
     ranks = {name: jobs.start(name) for name in "012"}
     # Until all have had a step: the first one waits for all three replicas
-    for one in (f"begun/{name}/{rank}" for name in "012" for rank in range(TP)):
-        jobs.store.get(one)
+    for key in (f"begun/{name}/{rank}" for name in "012" for rank in range(TP)):
+        jobs.store.get(key)
     name, rank = draw.choice("012"), draw.randrange(TP)
     # A step takes some 0.1 seconds
     time.sleep(draw.uniform(0, 0.1 * STEPS))
@@ -38,12 +38,12 @@ def one_round(seed, backend):
     again = alive and draw.random() < 0.5
     if again:
         jobs.start(name, later="again")
-    found = jobs.results()
+    reports = jobs.results()
     others = set("012") - {name}
     # One that came when the others had ended has begun anew, alone
-    found = [one for one in found if not (one[2] and 0 in one[3])]
-    history = check(found, STEPS, others)
-    longest = max(one[4] for one in found if one[0] in others)
+    reports = [report for report in reports if not (report.later and 0 in report.history)]
+    history = check(reports, STEPS, others)
+    longest = max(report.longest for report in reports if report.replica in others)
     assert longest < 5, longest
     assert jobs.leftovers() == []
     return longest, history[STEPS - 1]

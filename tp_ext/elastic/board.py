@@ -1,4 +1,4 @@
-"""What the ranks of all replicas have decided together, in a store: the first proposal counts."""
+"""The common decisions of the ranks of all replicas, in a store: the first proposal counts."""
 
 import json
 from collections.abc import Callable

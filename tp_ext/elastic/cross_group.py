@@ -43,7 +43,7 @@ class CrossGroup:
     def _connect(self) -> None:
         try:
             self._backend = dist.ProcessGroupGloo(self._store, self.rank, self.size, self._timeout)
-        except Exception as error:  # in this thread nobody would see it
+        except Exception as error:  # a thread has no caller that it could raise in
             self._error = error
 
     @property
@@ -87,7 +87,7 @@ class CrossGroup:
         return self._group
 
     def abandon(self) -> None:
-        """Gives the group up: what is under way ends at its timeout, in threads of gloo, and nobody waits for it."""
+        """Gives the group up without waiting: its collectives end at their timeout, in threads of gloo."""
         if self._group is not None:
             world: Any = c10d._world
             torch._C._distributed_c10d._unregister_process_group(self._registered)

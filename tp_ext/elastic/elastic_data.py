@@ -278,7 +278,7 @@ class ElasticData:
         if len(ids) == 1:
             return
         gives = self._id == view.source
-        # A group of their own: nobody else waits in it
+        # A group of their own, in which no other rank waits
         few = self._group_of(ids, f"{view.number}/state", phase)
         try:
             model, optimizer = (self._model, self._optimizer)

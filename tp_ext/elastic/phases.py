@@ -23,7 +23,7 @@ class GivenUpError(Exception):
 
 
 class Phases:
-    """What the ranks do together in a view.
+    """The phases of the ranks of a view.
 
     Args:
         size: the number of ranks of each replica.
