@@ -38,7 +38,7 @@ _INSTEAD = "use the layers, or leave the context for it"
 
 
 def _records(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad  # others: the operator's own error
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:

@@ -123,7 +123,7 @@ def _copies(group: Any) -> None:
 
 
 def test_forwards_called_by_name_survive_copies_and_compilation() -> None:
-    run(_copies, 2)
+    ranks.run(_copies, 2)  # processes: simulated ranks would share the state of dynamo
 
 
 class Checkpointed(nn.Module):

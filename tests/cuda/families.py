@@ -175,6 +175,12 @@ def accumulated(x: Tensor, dy: Tensor) -> Tensor:
     return x * main_grad.mean(0).to(x.dtype) + 0 * dy.sum()  # has no gradient
 
 
+def summed_columns(x: Tensor) -> Tensor:
+    """The sums of two slices of columns that do not depend on each other."""
+    n = x.shape[1] // 3
+    return x * _ops.column_sums(x.detach(), [n, x.shape[1] - n]).to(x.dtype)
+
+
 def chunk_of_tokens(x: Tensor, weight: Tensor) -> Tensor:
     """The logits of a chunk, and both gradients from them."""
     tokens, rows = x.detach(), weight.detach()
@@ -219,6 +225,7 @@ FAMILIES: dict[str, Family] = {
     "weight_grad": Family(rows(same, lambda n: 24), accumulated, False),
     "multi_tensor": Family(rows(same, lambda n: n // 2 + 1, lambda n: 1), clipped),
     "shard_pack": Family(rows(same), packed),
+    "column_sums": Family(rows(same), summed_columns),
     "row_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.row_parallel_linear), False),
 }
 
