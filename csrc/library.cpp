@@ -116,6 +116,14 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("block_bmm(Tensor a, Tensor b) -> Tensor", tags);
   // Of the last dim of x [n, rows, columns]; blind: rows of -inf become 0, not NaN
   m.def("block_softmax(Tensor x, bool blind) -> Tensor", tags);
+  // Attention of q [batch, heads, n, head_dim], the last n of m keys, whose rows depend on their own
+  // query and keys alone. padding: leading keys of each sequence that nothing sees; kv_heads: the
+  // head of k and v of each head of q
+  m.def(
+      "block_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? padding, int[] "
+      "kv_heads, "
+      "bool causal, float? scale, int? window, float? softcap) -> Tensor",
+      tags);
   // The sums of the columns of a matrix, each in the order of its rows; lengths: of the slices of
   // columns whose results must not depend on the others
   m.def("_column_sums(Tensor x, int[] lengths) -> Tensor", tags);

@@ -70,6 +70,10 @@ std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int6
 Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks);
 Tensor block_bmm(const Tensor& a, const Tensor& b);
 Tensor block_softmax(const Tensor& x, bool blind);
+Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                       const OptionalTensor& mask, const OptionalTensor& padding,
+                       at::IntArrayRef kv_heads, bool causal, std::optional<double> scale,
+                       std::optional<int64_t> window, std::optional<double> softcap);
 Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);
 void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad);

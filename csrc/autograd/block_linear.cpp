@@ -3,7 +3,8 @@
 //
 //   - a product that the sharded dim enters is computed block by block, so that its shape does not
 //     depend on the number of ranks, each on one thread;
-//   - a sum over the ranks is the tree over the blocks (comm/tree_sum.h), also on one rank.
+//   - a sum over the ranks is the tree over the blocks (comm/tree_sum.h), also on one rank;
+//   - a row of y does not depend on the number of rows [Note: rows that depend on themselves].
 //
 // With b a block, [seg] its columns or rows on this rank (one segment per part: q, k, v), T the
 // tree, and [..] what sequence parallelism adds:
@@ -19,6 +20,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
@@ -95,6 +97,17 @@ Tensor product(const Tensor& a, const Tensor& b, Tensor out) {
   return out.defined() ? at::mm_out(out, a, b) : at::mm(a, b);
 }
 
+// x with zero rows up to whole groups of them, and the result without them. Traced calls do without:
+// the number of rows may be symbolic
+Tensor in_whole_rows(const Tensor& x) {
+  if (comm::traced(x)) return x;
+  const int64_t extra = whole_rows(x.size(0)) - x.size(0);
+  return extra == 0 ? x : at::constant_pad_nd(x, {0, 0, 0, extra});
+}
+Tensor without_extra(const Tensor& y, const Tensor& rows) {
+  return y.sym_size(0) == rows.sym_size(0) ? y : y.narrow_symint(0, 0, rows.sym_size(0));
+}
+
 // The tree over multiply(segment), [rows of `like`, columns], of the segments of each block
 template <typename F>
 comm::TreeSum tree_of_products(const Tensor& like, const SymInt& columns, const BlockCall& call,
@@ -135,7 +148,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
     const Unrecorded guard(x);
     const Tensor full =
         call.sequence_parallel ? comm::all_gather(x, call.group, 0, call.tokens) : x;
-    const Tensor rows = as_rows(full);
+    const Tensor tokens = as_rows(full), rows = in_whole_rows(tokens);
     const Tensor y =
         by_segments(rows, {rows.size(0), weight.size(0)}, 1, segments_of(call.flat),
                     [&](const Segment& s, Tensor out) {
@@ -144,7 +157,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
                       const Tensor b = bias->narrow(0, s.start, s.length);
                       return out.defined() ? at::addmm_out(out, b, rows, w) : at::addmm(b, rows, w);
                     });
-    return y.view_symint(with_last(full, weight.sym_size(0)));
+    return without_extra(y, tokens).view_symint(with_last(full, weight.sym_size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -193,9 +206,9 @@ struct BlockRowLinear : Function<BlockRowLinear> {
                         const OptionalTensor& bias, const BlockCall& call) {
     Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    const Tensor rows = as_rows(x);
-    auto tree = tree_of_products(rows, weight.sym_size(0), call, [&](const Segment& s) {
-      return at::mm(columns(rows, s), columns(weight, s).t());
+    const Tensor tokens = as_rows(x), rows = in_whole_rows(tokens);
+    auto tree = tree_of_products(tokens, weight.sym_size(0), call, [&](const Segment& s) {
+      return without_extra(at::mm(columns(rows, s), columns(weight, s).t()), tokens);
     });
     auto shape = with_last(x, weight.sym_size(0));
     if (call.sequence_parallel) shape[0] = call.tokens.sizes[comm::rank(call.group)];

@@ -24,6 +24,11 @@ std::vector<Segment> segments_of(at::IntArrayRef flat);
 // This rank's blocks
 comm::Blocks own_blocks(int64_t number, const std::string& group);
 
+// n rounded up to whole groups of rows. A product of that many rows gives each row the same bits
+// whatever the others are; of fewer, or in the remainder, another kernel of MKL may round otherwise
+// [Note: rows that depend on themselves].
+inline int64_t whole_rows(int64_t n) { return (n + 15) / 16 * 16; }
+
 // A scope in which MKL and OpenMP compute on one thread in this thread: products then have the same
 // bits for every number of threads
 class OneThread {

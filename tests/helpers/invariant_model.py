@@ -30,8 +30,9 @@ class Block(nn.Module):
             self.mlp = tp_ext.ParallelMoE(hidden, 20, 6, 2, attach_loss=1.0, **experts, **where)
         self.dropout = tp_ext.Dropout(dropout, **where)
 
-    def forward(self, x, batch, tokens):
-        x = self.dropout(self.attention(self.norm1(x), batch_size=batch, total_tokens=tokens), x, tokens)
+    def forward(self, x, batch, tokens, cache=None):
+        options = {"batch_size": batch, "total_tokens": tokens, "cache": cache}
+        x = self.dropout(self.attention(self.norm1(x), **options), x, tokens)
         y, total = self.norm2(x, x)
         return self.dropout(self.mlp(y, tokens), total, tokens)
 
@@ -47,12 +48,32 @@ class Model(nn.Module):
         self.head = tp_ext.VocabParallelLMHead(*sizes[::-1], bias=True, **where)
         self.head.weight = self.embedding.weight
 
-    def hidden(self, ids):
+    def hidden(self, ids, caches=None):
         (batch, _), tokens = ids.shape, ids.numel()
         x = self.embedding(ids.flatten())
-        for block in self.blocks:
-            x = block(x, batch, tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, batch, tokens, None if caches is None else caches[i])
         return self.norm(x)
+
+    def log_probabilities(self, ids, target, caches=None):
+        """Of the ids ``target``, each after its text in ``ids`` (and in the caches): ``[batch, seq]``."""
+        losses = self.head.loss(self.hidden(ids, caches), target.flatten(), ids.numel(), reduction="none")
+        return -losses.view(ids.shape)
+
+    @torch.no_grad()
+    def rollout(self, prompt, count, padding=None, static=False, dtype=None):
+        """Texts of ``count`` more ids, sampled, and the log-probability of each."""
+        batch, length = prompt.shape
+        caches = [b.attention.new_cache(batch, length + count, static=static, dtype=dtype) for b in self.blocks]
+        for cache in caches:
+            cache.reset(padding)
+        ids, new, found = prompt, prompt, []
+        for _ in range(count):
+            x = self.hidden(new, caches).unflatten(0, new.shape)[:, -1]
+            new = self.head.sample(x)[:, None]
+            found.append(-self.head.loss(x, new[:, 0], reduction="none"))
+            ids = torch.cat([ids, new], 1)
+        return ids, torch.stack(found, 1)
 
     def forward(self, ids, target, **loss):
         return self.head.loss(self.hidden(ids), target.flatten(), ids.numel(), **loss)

@@ -386,7 +386,7 @@ def test_files_are_short():
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
     "": 4050,
-    "_ops": 1400,
+    "_ops": 1450,
     "auto": 11200,  # conversions of direct calls, numbers read of parameters
     "checkpoint": 4750,
     "debug": 2100,  # one digest of a model
@@ -395,7 +395,7 @@ BUDGETS = {
     "lightning": 350,
     "mesh_program": 1150,
     "model": 1750,
-    "nn": 6250,  # forms in blocks of tp_invariant, multi-token prediction
+    "nn": 6300,  # forms in blocks of tp_invariant, multi-token prediction
     "optim": 1150,
     "outside": 1900,
     "parallel": 4000,  # trees of microbatches

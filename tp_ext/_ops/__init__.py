@@ -19,6 +19,7 @@ from tp_ext._ops.activation import (
 )
 from tp_ext._ops.binding import Sizes
 from tp_ext._ops.blocks import (
+    block_attention,
     block_bmm,
     block_column_linear,
     block_copies,

@@ -91,6 +91,35 @@ def block_softmax(x: Tensor, blind: bool) -> Tensor:
     """
 
 
+@operator
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    kv_heads: Sequence[int],
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Returns ``softmax(cap(scale q k^T) + mask) v``, whose rows depend on their own query and keys alone: a query has
+    the same bits alone and among others, on every rank and for every number of threads.
+
+    Args:
+        q: ``[batch, heads, n, head_dim]``, the last n of m keys.
+        k, v: ``[batch, kv_heads, m, ..]``.
+        mask: 4-D, broadcastable to ``[batch, heads, n, m]``, bool (True: may attend) or added to the scores.
+        padding: ``[batch]``, int64: the leading keys of each sequence that no query sees.
+        kv_heads: the head of k and v of each head of q; empty: as many heads, in their order. Not where gradients of k
+            or v are recorded.
+        window: w of ``i - w < j < i + w``.
+
+    Returns: ``[batch, heads, n, v_dim]``; 0 for a query that sees no key.
+    """
+
+
 @primitive("_column_sums")
 def column_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
     """Returns the sum of each column, ``[columns]``, in fp32 (fp64 for fp64), in the order of the rows.

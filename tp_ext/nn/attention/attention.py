@@ -206,7 +206,10 @@ class ParallelAttention(SelfAttention):
             if attn_mask is not None:
                 raise ValueError("attn_mask: must not be combined with layout")
             return self._forward_over_context(x, layout, cache, cos_sin)
-        refuse_in_blocks(self.invariant_blocks, cache=cache and type(cache).__name__)
+        if cache is not None and self._kv_heads is not None and not x.is_cpu:
+            raise ValueError(
+                f"cache: must not be given on {x.device.type} in tp_invariant: products of few rows round otherwise"
+            )
         # With a cache each rank continues alone, from the keys of all ranks that the prompt left there
         if self.context_group.size > 1 and cache is None:
             raise ValueError(f"layout: must be given with a context_group of {self.context_group.size} ranks")
@@ -223,6 +226,8 @@ class ParallelAttention(SelfAttention):
             tables = self._tables(self.rope, rows, seq, lengths, cache) if cos_sin is None else (*cos_sin, None)
         same = lengths is None and (tables is None or tables[0].shape[0] == seq)  # positions of all sequences
         q, k, v = self._heads(rows, (batch, seq) if same else (rows.shape[0],), tables)
+        if self._kv_heads is not None and cache is None:  # a cache keeps each KV head once
+            k, v = self._kv_heads.expanded(k), self._kv_heads.expanded(v)
         if lengths is None:
             q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
             mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
@@ -230,9 +235,10 @@ class ParallelAttention(SelfAttention):
                 attended = self._attend(q, k, v, mask, self._mask_seeds(q, None)[0])
             else:
                 window = self.sliding_window
-                attended = cache.attend(
-                    q, k, v, mask=mask, scale=self.scale, sliding_window=window, softcap=self.softcap
-                )
+                options: dict[str, Any] = {"sliding_window": window, "softcap": self.softcap}
+                if self._kv_heads is not None:
+                    options["kv_heads"] = self._kv_heads.of_queries
+                attended = cache.attend(q, k, v, mask=mask, scale=self.scale, **options)
         else:
             attended = self._attend_packed(q, k, v, lengths)
         features = self.num_heads_local * self.head_dim
@@ -359,8 +365,6 @@ class ParallelAttention(SelfAttention):
             cos, sin, positions = tables
             rotating = [_ops.rope(t, cos, sin, self.rope.interleaved, positions) for t in rotating]
         q, k = rotating[0].split((nq, nkv), -2) if together else rotating
-        if self._kv_heads is not None:
-            k, v = self._kv_heads.expanded(k), self._kv_heads.expanded(v)
         return q, k, v
 
     def extra_repr(self) -> str:

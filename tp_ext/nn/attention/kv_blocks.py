@@ -23,6 +23,7 @@ class KVHeadsInBlocks:
 
     Attributes:
         segments: for q, and for k and v: block and number of heads of each segment that is computed by itself.
+        of_queries: the KV head on this rank of each query head of this rank.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, blocks: int, group: ParallelGroup) -> None:
@@ -33,6 +34,7 @@ class KVHeadsInBlocks:
         self.segments = [list(part.segments(rank, p)) for part in parts]
         self.first, self.stop = parts[1].span(rank, p)
         self.held = blocks_of_rank(blocks, rank, p)
+        self.of_queries = [head // self.share - self.first for head in range(*parts[0].span(rank, p))]
         # Where every KV head serves the query heads of one block, its gradient is a sum within the block
         self.within_blocks = all(
             block_of(head * self.share, num_heads, blocks) == block_of((head + 1) * self.share - 1, num_heads, blocks)

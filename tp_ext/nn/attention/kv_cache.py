@@ -6,6 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, check_tensor
 from tp_ext.nn.attention.scaled_dot_product import (
     attention,
@@ -337,6 +338,7 @@ class KVCache(TokenCache):
         scale: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        kv_heads: Sequence[int] | None = None,
     ) -> Tensor:
         """Appends the next n tokens; each attends to itself and the tokens before it, within the window if any.
 
@@ -344,14 +346,25 @@ class KVCache(TokenCache):
             q: ``[batch, n, heads_local, head_dim]``. k, v: ``[batch, n, kv_heads_local, head_dim]``.
             mask: bool or of q's dtype, 4-D, broadcastable to ``[batch, heads_local, n, keys_after(n)]``.
             scale, sliding_window, softcap: as :class:`ParallelAttention`.
+            kv_heads: of a layer built in :func:`tp_ext.tp_invariant`: the head of k and v of each head of q. The rows
+                then have the bits that they have in a forward of the whole text.
 
         Returns: ``[batch, n, heads_local, head_dim]``.
 
         Raises:
             TypeError: keys of another dtype than the cache.
         """
-        (keys, values), seen, first = self.extend((k, v), mask, sliding_window)
         q = q.transpose(1, 2)
+        if kv_heads is not None:
+            self.write((k, v))
+            length = self.length
+            if mask is not None and mask.shape[3] > length:
+                mask = mask.narrow(3, 0, length)  # of a static cache the mask covers the empty slots, too
+            padding = self.padding if self._padded else None
+            filled = self.k.narrow(2, 0, length), self.v.narrow(2, 0, length)
+            y = _ops.block_attention(q, *filled, mask, padding, kv_heads, True, scale, sliding_window, softcap)
+            return y.transpose(1, 2)
+        (keys, values), seen, first = self.extend((k, v), mask, sliding_window)
         if first:
             y = attention(q, keys, values, mask, True, scale, sliding_window, softcap)
         # torch's fused functions have no soft cap

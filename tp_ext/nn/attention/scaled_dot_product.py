@@ -71,8 +71,11 @@ def attention(
         scale: default ``head_dim ** -0.5``.
         causal, sliding_window: as :func:`visible`.
         dropout: probability, with torch's masks. drop: dropout of the weights ``[batch, heads, n, n]``.
-        by_head: computes the products of each head on one thread, where they are computed here.
+        by_head: each row depends on its own query and keys alone, as layers of :func:`tp_ext.tp_invariant` need it.
     """
+    # torch's functions would round a row in another way with more queries, keys or threads; dropout keeps the weights
+    if by_head and drop is None and q.is_cpu:
+        return _ops.block_attention(q, k, v, mask, None, [], causal, scale, sliding_window, softcap)
     n, gqa = q.shape[2], q.shape[1] != k.shape[1]
     # [Note: a sliding window is computed in blocks of queries]
     window = sliding_window if sliding_window is not None and sliding_window < n else None
