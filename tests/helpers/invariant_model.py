@@ -38,10 +38,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, group, sequence_parallel=False, layers=2, **options):
+    def __init__(self, group, sequence_parallel=False, layers=2, vocab=SIZES["vocab"], **options):
         super().__init__()
         where = {"group": group, "sequence_parallel": sequence_parallel}
-        sizes = SIZES["vocab"], SIZES["hidden"]
+        sizes = vocab, SIZES["hidden"]
         self.embedding = tp_ext.VocabParallelEmbedding(*sizes, padding_idx=3, **where)
         self.blocks = nn.ModuleList(Block(group, sequence_parallel, **options) for _ in range(layers))
         self.norm = tp_ext.LayerNorm(SIZES["hidden"], **where)
@@ -85,6 +85,13 @@ def batches(count, seq=13):
         yield [torch.randint(SIZES["vocab"], (2, seq), generator=generator) for _ in range(2)]
 
 
+def optimizer_of(model, muon, lr):
+    if not muon:
+        return torch.optim.AdamW(model.parameters(), lr=lr)
+    matrices, others = tp_ext.optim.split_parameters(model)
+    return tp_ext.optim.Muon(matrices, adamw_params=others, model=model, ns_dtype=torch.float32)
+
+
 def trained(
     group, steps=2, blocks=8, dtype=torch.float32, autocast=False, threads=1, muon=False, seq=13, loss=None, **options
 ):
@@ -93,11 +100,7 @@ def trained(
     torch.manual_seed(0)
     with tp_ext.tp_invariant(blocks) if blocks else tp_ext.invariance.using_blocks(None):
         model = Model(group, **options).to(dtype)
-    if muon:
-        matrices, others = tp_ext.optim.split_parameters(model)
-        optimizer = tp_ext.optim.Muon(matrices, adamw_params=others, model=model, ns_dtype=torch.float32)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer_of(model, muon, lr=1e-2)
     numbers = []
     for ids, target in batches(steps, seq):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
