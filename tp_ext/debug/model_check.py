@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.debug.model_rules import foreign_parameters, misplaced, not_finite, option_facts
+from tp_ext.debug.model_rules import foreign_parameters, misplaced, not_finite, not_invariant, option_facts
 from tp_ext.debug.replication import (
     ComparedTensor,
     PartKey,
@@ -85,6 +85,8 @@ def findings(
       dropout masks and initial weights differ;
     - no layer with a group in a job of several ranks;
     - a dropout of torch between a column and a row linear, ``sequence_parallel`` in one of the two only;
+    - in a model with layers built in :func:`tp_ext.tp_invariant`, layers built outside of it, and torch's GELU, SiLU or
+      sigmoid between two of its linears: bits would depend on the number of ranks;
     - parameters of ``optimizer`` that are not the model's: it was made before layers were replaced;
     - options of ``optimizer``, such as a learning rate, that differ over the ranks;
     - an ``optimizer`` that computes with whole tensors, such as ``torch.optim.Muon`` or Adafactor, over shards;
@@ -115,7 +117,7 @@ def findings(
     known = census(model, over if mesh is not None else None, assumed=compared)
     unsharded = mesh is not None and parallel_group(over.tp).size == 1
     forgotten = _forgotten(known) if group is NOT_GIVEN and not unsharded else []
-    alone = [*forgotten, *misplaced(known), *find_mixed_wrappers(known)]
+    alone = [*forgotten, *misplaced(known), *not_invariant(known), *find_mixed_wrappers(known)]
     if optimizer is not None:
         alone += [*foreign_parameters(known, optimizer), *find_beyond_elements(known, optimizer)]
     nonfinite = list(not_finite(known))

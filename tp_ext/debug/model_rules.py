@@ -63,6 +63,35 @@ def _is_sharded_linear(module: nn.Module) -> bool:
     return linear and isinstance(module, ParallelModule) and module.tp_group.size > 1
 
 
+# Of torch's elementwise functions those that round the last elements of a tensor in another way, and where
+_BY_PLACE: dict[type[nn.Module], str] = {nn.Sigmoid: "fp32", nn.SiLU: "fp64", nn.GELU: "fp64, by tanh in fp32"}
+
+
+def not_invariant(model: Census) -> Iterator[str]:
+    """Yields sentences about a model built in tp_invariant: layers built outside of it, and activations of torch on
+    shards, whose bits depend on the place of an element."""
+    layers = [(name, module) for name, module in model.modules if isinstance(module, ParallelModule)]
+    outside = [name for name, module in layers if module.invariant_blocks is None]
+    if len(outside) == len(layers):
+        return
+    if outside:
+        inside = next(name for name, module in layers if module.invariant_blocks is not None)
+        yield (
+            f"{outside[0]}: must be built in tp_invariant, as {inside}: its sums depend on the ranks"
+            + (f"; {len(outside) - 1} more layers are like it" if len(outside) > 1 else "")
+        )
+    for prefix, module in model.modules:
+        sharded = False
+        for name, child in module.named_children():
+            sharded = (sharded or _is_column(child)) and not _is_row(child)
+            if sharded and (where := _BY_PLACE.get(type(child))) is not None:
+                kind = type(child).__name__
+                yield (
+                    f"{_joined(prefix, name)}: nn.{kind} must not be between linears built in tp_invariant: in {where} "
+                    "it rounds the last elements of a shard in another way; ParallelMLP has its own"
+                )
+
+
 def foreign_parameters(model: Census, optimizer: Optimizer) -> Iterator[str]:
     """Yields a sentence if the optimizer holds parameters that are not the model's, whose updates have no effect."""
     known = {id(entry.value) for entry in model.parameters.values()}

@@ -14,6 +14,13 @@ _LOOSE = 1e-3
 """Relative difference up to which numbers fit a hypothesis: the right sums of numbers that carry another, smaller error
 fit, and of random numbers others do not."""
 
+_LAST_BITS = 1e-2
+"""Relative difference up to which bits of tp_invariant differ by rounding, in bf16, too."""
+_ROUNDING = (
+    "bits differ by rounding: a sum over the ranks in their order, or a function of shards that rounds an element by "
+    "its place"
+)
+
 
 def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) -> str:
     """Returns the likely cause of an output whose inputs are right.
@@ -34,6 +41,8 @@ def of_activation(wrong: Comparison, bound: float, in_train_only: bool = False) 
     p, replicated = len(wrong.locals), wrong.placement.dim is None
     if any(local.isnan().any() for local in wrong.locals):
         return "NaN on a rank: a local size of zero, or a local part that may be empty, is used as a number"
+    if bound == 0 and difference(wrong.locals, wrong.expected) < _LAST_BITS:
+        return _ROUNDING
     if replicated and not in_train_only:
         if _same(wrong.full, sum_of(wrong.locals), bound):
             return "a partial sum is used as a whole: the sum of the ranks' values is the right one"
@@ -100,6 +109,8 @@ def _of_sums(
     what: str,
 ) -> str:
     """Returns the cause of a wrong gradient; ``parts`` have the full shape where several ranks hold an element."""
+    if bound == 0 and difference(locals_, expected) < _LAST_BITS:
+        return f"the {what}: {_ROUNDING}"
     if parts and _same(full, sum_of(parts), bound):
         return f"the {what} is missing a sum over the ranks: each has a part, and the sum of the parts is right"
     factors = [_factor(local, right) for local, right in zip(locals_, expected, strict=True)]

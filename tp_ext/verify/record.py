@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tp_ext.debug.collective_counts import count_collectives
 from tp_ext.group import parallel_group
 from tp_ext.model.census import census
+from tp_ext.model.module import ParallelModule
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.verify.compare import Parts, Placement, compare, placements
@@ -78,6 +79,7 @@ class Outcome:
     owners: dict[str, list[str]] = field(default_factory=dict)  # the modules of each parameter
     trained: dict[str, Tensor] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
+    in_blocks: bool = False  # whether all layers were built in tp_invariant
 
 
 @dataclass
@@ -134,6 +136,8 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     tensors = {name: entry.value for name, entry in entries.items() if isinstance(entry.value, Tensor)}
     outcome.state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     outcome.layouts = {name: entries[name].layout for name in tensors}
+    blocks = {module.invariant_blocks for module in model.modules() if isinstance(module, ParallelModule)}
+    outcome.in_blocks = len(blocks) > 0 and None not in blocks
     leaves, arguments = _arguments(task)
 
     def forward() -> Any:
