@@ -122,6 +122,8 @@ MODELS = {
     "bf16": {"dtype": torch.bfloat16, "qk_norm": False, "activation": "gelu"},
     "autocast": {"autocast": True, "softcap": 5.0},
     "experts": {"moe": {}, "layers": 1},
+    "latent attention": {"latent": {"q_lora_rank": 20}, "layers": 1},
+    "latent attention, autocast": {"latent": {}, "layers": 1, "autocast": True, "blocks": 5},
 }
 
 

@@ -141,6 +141,14 @@ def refuse_in_blocks(blocks: int | None, **options: object) -> None:
             raise ValueError(f"{name}: {value!r} must not be given in tp_invariant: its sums depend on the ranks")
 
 
+def check_rows_of_cache(blocks: int | None, x: torch.Tensor) -> None:
+    """Raises a ValueError for a call with a cache where the rows of a product depend on their number: on a GPU."""
+    if blocks is not None and not x.is_cpu:
+        raise ValueError(
+            f"cache: must not be given on {x.device.type} in tp_invariant: products of few rows round otherwise there"
+        )
+
+
 def refuse_call(name: str, instead: str) -> None:
     """Raises a ValueError in a context: of a function that has no form with the same bits for every p."""
     if current_blocks() is not None:

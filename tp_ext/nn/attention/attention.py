@@ -10,7 +10,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
-from tp_ext.invariance import refuse_in_blocks
+from tp_ext.invariance import check_rows_of_cache, refuse_in_blocks
 from tp_ext.nn.attention.context_attention import AttentionOptions, check_context, check_layout, context_attention
 from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import KVCache
@@ -206,10 +206,8 @@ class ParallelAttention(SelfAttention):
             if attn_mask is not None:
                 raise ValueError("attn_mask: must not be combined with layout")
             return self._forward_over_context(x, layout, cache, cos_sin)
-        if cache is not None and self._kv_heads is not None and not x.is_cpu:
-            raise ValueError(
-                f"cache: must not be given on {x.device.type} in tp_invariant: products of few rows round otherwise"
-            )
+        if cache is not None:
+            check_rows_of_cache(self.invariant_blocks, x)
         # With a cache each rank continues alone, from the keys of all ranks that the prompt left there
         if self.context_group.size > 1 and cache is None:
             raise ValueError(f"layout: must be given with a context_group of {self.context_group.size} ranks")

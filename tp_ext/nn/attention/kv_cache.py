@@ -255,6 +255,21 @@ class TokenCache(nn.Module):
                 mask = restricted(mask, self._visible(slots, oldest, count, sliding_window))
         return kept, mask, first
 
+    def append_filled(
+        self, values: Sequence[Tensor], mask: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        """Appends the next n tokens, for attention in tp_invariant; arguments as :meth:`extend`.
+
+        Returns:
+            The m filled slots of each buffer, also of a static cache; the mask over them; the padding, or None.
+        """
+        self.write(values)
+        length = self.length
+        if mask is not None and mask.shape[3] > length:
+            mask = mask.narrow(3, 0, length)
+        filled = [cached.narrow(2, 0, length) for cached in self._held()]
+        return filled, mask, self.padding if self._padded else None
+
     def _visible(self, slots: Tensor, oldest: int, count: int, sliding_window: int | None) -> Tensor:
         """Returns a mask, True where the tokens in ``slots`` attend to the ``count`` slots from ``oldest`` on:
         ``[batch or 1, 1, n, count]``. Padding attends to itself, so that its softmax is not over an empty set."""
@@ -356,12 +371,7 @@ class KVCache(TokenCache):
         """
         q = q.transpose(1, 2)
         if kv_heads is not None:
-            self.write((k, v))
-            length = self.length
-            if mask is not None and mask.shape[3] > length:
-                mask = mask.narrow(3, 0, length)  # of a static cache the mask covers the empty slots, too
-            padding = self.padding if self._padded else None
-            filled = self.k.narrow(2, 0, length), self.v.narrow(2, 0, length)
+            filled, mask, padding = self.append_filled((k, v), mask)
             y = _ops.block_attention(q, *filled, mask, padding, kv_heads, True, scale, sliding_window, softcap)
             return y.transpose(1, 2)
         (keys, values), seen, first = self.extend((k, v), mask, sliding_window)

@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.invariance import refuse_in_blocks
+from tp_ext.invariance import check_rows_of_cache, refuse_in_blocks
 from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
@@ -187,14 +187,15 @@ class ParallelLatentAttention(SelfAttention):
             batch_size, cu_seqlens, total_tokens, attn_mask: as :meth:`ParallelAttention.forward`.
             cache: this layer's cache, from :meth:`new_cache`: x follows the tokens in it and is appended. Up to about
                 ``kv_lora_rank (nope + v) / (2 kv_lora_rank - nope - v)`` new tokens per sequence attend to the latents
-                themselves, with W_kv_b absorbed into q and into the result; more of them, as in a prefill, to keys
-                and values that are computed from all latents. Not with ``cu_seqlens``, gradients, or dropout.
+                themselves, with W_kv_b absorbed into q and into the result; more of them, as in a prefill, and all of
+                them in :func:`tp_ext.tp_invariant`, to keys and values that are computed from all latents. Not with
+                ``cu_seqlens``, gradients, or dropout.
             cos_sin: the tables of ``rope``, from its :meth:`RotaryEmbedding.cos_sin`, made once for all layers.
         """
         # Before the first collective, so that no rank waits for one that has raised
         batch, seq, lengths = self._sequences(x, batch_size, cu_seqlens, total_tokens, cos_sin)
-        refuse_in_blocks(self.invariant_blocks, cache=cache and type(cache).__name__)
         if cache is not None:
+            check_rows_of_cache(self.invariant_blocks, x)
             self._check_cache(cache, batch, seq, lengths)
         if attn_mask is not None:
             self._check_mask(attn_mask, batch, seq, lengths, seq if cache is None else cache.keys_after(seq))
@@ -220,8 +221,9 @@ class ParallelLatentAttention(SelfAttention):
         q = self._query(q.reshape(*shape, self.num_heads_local, self.qk_nope_head_dim + self.qk_rope_head_dim), tables)
         sizes = self.token_sizes(total_tokens)
         if cache is not None:
-            # One collective for both
-            latent_and_key = self._entered(torch.cat([latent.to(k_rope.dtype), k_rope], -1), sizes)
+            latent_and_key = torch.cat([latent.to(k_rope.dtype), k_rope], -1)
+            if self._shared_key is None:
+                latent_and_key = self._entered(latent_and_key, sizes)  # one collective for both
             latent, k_rope = latent_and_key.reshape(*shape, latent_and_key.shape[-1]).split(
                 (self.kv_lora_rank, self.qk_rope_head_dim), -1
             )
@@ -288,8 +290,15 @@ class ParallelLatentAttention(SelfAttention):
     def _attend_cached(self, q: Tensor, latent: Tensor, cache: LatentKVCache, mask: Tensor | None) -> Tensor:
         """Appends latents and rotated keys ``[batch, n, 1, kv_lora_rank + rope]`` of n tokens, and returns their
         attention ``[batch, n, heads_local, v]`` for q ``[batch, n, heads_local, nope + rope]``."""
-        (kept,), seen, first = cache.extend([latent], mask)
         nope, v_dim, rank, n = self.qk_nope_head_dim, self.v_head_dim, self.kv_lora_rank, q.shape[1]
+        if self._shared_key is not None:
+            # By the products of training: absorbed ones would round otherwise
+            (kept,), mask, padding = cache.append_filled([latent], mask)
+            latents, k_rope = kept.transpose(1, 2).split((rank, self.qk_rope_head_dim), -1)
+            kv = self.kv_b_proj(latents.squeeze(2)).unflatten(-1, (self.num_heads_local, nope + v_dim))
+            q, k, v = (t.transpose(1, 2) for t in (q, *self._keys_values(kv, k_rope)))
+            return _ops.block_attention(q, k, v, mask, padding, [], True, self.scale, None, None).transpose(1, 2)
+        (kept,), seen, first = cache.extend([latent], mask)
         weight = self._kv_b_weight()
         # Multiplications per head and key: n (2 rank + rope) absorbed, against rank (nope + v) + n (nope + rope + v)
         if first or n * (2 * rank - nope - v_dim) > rank * (nope + v_dim):
