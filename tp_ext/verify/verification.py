@@ -121,7 +121,7 @@ def _reference(
         findings: list[Finding] = []
         task = Task(make_model, arguments, dtype, seed, built, lowest=LowestPrecision())
         outcomes = _simulated(1, task, findings)
-        # In blocks rounding does not depend on p: the model as it is tells more than one in fp64
+        # In blocks rounding does not depend on p: its own dtype is compared, without a bound
         if outcomes is None or (outcomes[0].in_blocks and dtype is not None):
             continue
         if outcomes[0].in_blocks:

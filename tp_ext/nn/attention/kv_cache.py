@@ -371,8 +371,8 @@ class KVCache(TokenCache):
         """
         q = q.transpose(1, 2)
         if kv_heads is not None:
-            filled, mask, padding = self.append_filled((k, v), mask)
-            y = _ops.block_attention(q, *filled, mask, padding, kv_heads, True, scale, sliding_window, softcap)
+            (keys, values), mask, padding = self.append_filled((k, v), mask)
+            y = _ops.block_attention(q, keys, values, mask, padding, kv_heads, True, scale, sliding_window, softcap)
             return y.transpose(1, 2)
         (keys, values), seen, first = self.extend((k, v), mask, sliding_window)
         if first:
