@@ -137,21 +137,34 @@ class GPT(nn.Module):
             x = block(x, layout, tokens, batch, cos_sin, None if caches is None else caches[i])
         return self.head(self.norm(x), tokens)
 
-    def cross_entropy(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Mean loss of the tokens, from this rank's columns of the logits."""
+    def cross_entropy(self, logits: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """Mean loss of the tokens, or that of each, from this rank's columns of the logits."""
         blocks = self.head.invariant_blocks
         with tp_ext.tp_invariant(blocks) if blocks else contextlib.nullcontext():
             return tp_ext.vocab_parallel_cross_entropy(
-                logits, target.flatten(), self.group, vocab_size=self.config.vocab_size
+                logits, target.flatten(), self.group, vocab_size=self.config.vocab_size, reduction=reduction
             )
 
     def loss(self, ids: Tensor, target: Tensor) -> Tensor:
         return self.cross_entropy(self(ids), target)
 
+    def log_probabilities(self, ids: Tensor) -> Tensor:
+        """Of each of ids ``[batch, seq]`` but the first, after those before it: ``[batch, seq - 1]``."""
+        losses = self.cross_entropy(self(ids[:, :-1]), ids[:, 1:], reduction="none")
+        return -losses.view(len(ids), -1)
+
     @torch.inference_mode()
     @torch.compiler.set_stance("force_eager")  # every step has another length: not worth compiling
-    def generate(self, ids: Tensor, count: int, temperature: float = 0.8, top_k: int | None = 40) -> Tensor:
-        """Appends ``count`` sampled tokens to ids ``[batch, seq]``: the same ones on every rank, for every p."""
+    def generate(
+        self,
+        ids: Tensor,
+        count: int,
+        temperature: float = 0.8,
+        top_k: int | None = 40,
+        log_probabilities: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Appends ``count`` sampled tokens to ids ``[batch, seq]``: the same ones on every rank, for every p. Those of
+        the model, ``[batch]`` for each token, are appended to ``log_probabilities``."""
         if ids.ndim != 2 or ids.shape[1] == 0:
             raise ValueError(f"ids: shape {tuple(ids.shape)} must be [batch, seq] with at least one token each")
         was_training = self.training
@@ -165,6 +178,8 @@ class GPT(nn.Module):
             new = tp_ext.vocab_parallel_sample(
                 last, self.group, vocab_size=self.config.vocab_size, temperature=temperature, top_k=top_k
             )[:, None]
+            if log_probabilities is not None:
+                log_probabilities.append(-self.cross_entropy(last, new, reduction="none"))
             ids = torch.cat([ids, new], 1)
         self.train(was_training)
         return ids
