@@ -1,0 +1,7 @@
+"""Short soak of refit; the long form is tests/soak/refit.py."""
+
+from tests.soak import refit
+
+
+def test_a_rank_is_killed_at_random_moments():
+    assert sum(refit.soak(2, seed=3)) == 2
