@@ -75,6 +75,28 @@ def test_values_and_gradients(case):
     _values_of(ATTENTIONS[case])
 
 
+def test_bad_arguments_are_refused_by_name():
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+
+    def call(q=q, k=k, v=k, mask=None, padding=None, kv_heads=(0, 0, 1, 1)):
+        return _ops.block_attention(q, k, v, mask, padding, kv_heads, True, None, None, None)
+
+    assert call().shape == q.shape
+    for error, name, options in (
+        (ValueError, "kv_heads", {"kv_heads": ()}),
+        (ValueError, "kv_heads", {"kv_heads": (0, 1)}),
+        (IndexError, "kv_heads: 2 must be in", {"kv_heads": (0, 0, 1, 2)}),
+        (ValueError, "kv_heads: must not be given where gradients", {"q": q.clone().requires_grad_()}),
+        (ValueError, "k: shapes", {"k": k[:, :, :2], "v": k[:, :, :2]}),
+        (ValueError, "k: shapes", {"v": k[:, :, :4]}),
+        (TypeError, "k: dtype", {"k": k.double()}),
+        (ValueError, "mask: shape", {"mask": torch.ones(3, 5)}),
+        (ValueError, "padding: shape", {"padding": torch.zeros(3, dtype=torch.int64)}),
+    ):
+        with pytest.raises(error, match=name):
+            call(**options)
+
+
 def _rows(dtype):
     """A query has the same bits in every call that has its keys: with fewer queries, later keys or padding."""
     for head_dim, n, window in ((16, 40, None), (20, 257, 70), (64, 600, None)):

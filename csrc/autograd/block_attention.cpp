@@ -17,7 +17,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -303,9 +302,9 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTens
   for (const int64_t head : kv_heads)
     TORCH_CHECK_INDEX(head >= 0 && head < k.size(1), "kv_heads: ", head, " must be in [0, ",
                       k.size(1), ")");
-  TORCH_CHECK(
-      kv_heads.empty() || !at::GradMode::is_enabled() || !(k.requires_grad() || v.requires_grad()),
-      "kv_heads: must not be given where the gradients of k and v are recorded");
+  const bool recorded = q.requires_grad() || k.requires_grad() || v.requires_grad();
+  TORCH_CHECK_VALUE(kv_heads.empty() || !at::GradMode::is_enabled() || !recorded,
+                    "kv_heads: must not be given where gradients are recorded");
   if (mask.has_value()) {
     TORCH_CHECK_VALUE(mask->dim() == 4, "mask: shape ", mask->sizes(), " must have 4 dims");
   }
