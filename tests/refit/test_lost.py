@@ -83,7 +83,7 @@ def _survive(store, rank_file, backend, point, atomic):
         lost, installed = error.ranks, error.installed
     took = time.monotonic() - begun
     time.sleep(0.5)  # the sockets of a process that ends are closed, as those of one that dies
-    values = [] if target is None else sorted({float(v) for p in target.parameters() for v in p.flatten()})
+    values = [] if target is None else sorted({v for p in target.parameters() for v in p.flatten().tolist()})
     return rank, lost, installed, values, took
 
 
