@@ -4,7 +4,6 @@ boundaries."""
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply, check_blocks_of
-from tp_ext.auto.check_applied import compare_with, reference_of
+from tp_ext.auto.check_applied import compare_with, reference_of, whole_matrices
 from tp_ext.auto.guard import Guard, structure_of
 from tp_ext.auto.modules.block_functions import register_functions
 from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
@@ -52,8 +51,6 @@ from tp_ext.sharding import Layout
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
-
-MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
 
 
 def apply(
@@ -95,22 +92,9 @@ def apply(
     """
     check_blocks_of(plan, invariant_blocks)
     applied = apply_quietly(plan, model, group, verify=verify, example=example)
-    if parallel_group(group).rank == 0 and (text := _whole_matrices(plan)):
+    if parallel_group(group).rank == 0 and (text := whole_matrices(plan)):
         warnings.warn(text, stacklevel=2)
     return applied
-
-
-def _whole_matrices(plan: Plan) -> str:
-    """A sentence on the share of the bytes of matrices that every rank holds, without those of hints; "" if small."""
-    sizes = {name: math.prod(plan.shapes[name]) * size for name, size in plan.bytes_of_element.items()}
-    matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
-    whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
-    share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
-    if plan.p == 1 or share <= MAX_REPLICATED_SHARE:
-        return ""
-    first = max(whole, key=lambda name: matrices[name])
-    text = f"model: {share:.0%} of the bytes of its matrices stay whole on every rank"
-    return f"{text}; plan.why({first!r}): {plan.why(first)}"
 
 
 def apply_quietly(

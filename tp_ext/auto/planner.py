@@ -3,6 +3,7 @@ result by shapes and by values. What cannot be proven stays replicated."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,9 +77,9 @@ def plan(
         ValueError: a rule that is no notation, or for no operator; a hint that fits nothing, or that cannot hold; a
             budget that cannot; a forward that branches on data, or that fails with the example; with ``strict``,
             weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
-            its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``; with ``invariant_blocks``: fewer
-            than p, sequence parallelism, a rank that would have no unit of a sharded dim, and operators whose bits would
-            depend on p, by module, name and line. TypeError: an argument of another type.
+            its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``; with ``invariant_blocks``:
+            fewer than p, sequence parallelism, a rank that would have no unit of a sharded dim, and operators whose
+            bits would depend on p, by module, name and line. TypeError: an argument of another type.
     """
     check_planned_model(model)
     check_example(example)
@@ -119,17 +120,18 @@ def _shared(plan: Plan, p: int) -> dict[str, int]:
         ValueError: one of p ranks would have nothing of one of them.
     """
     for name, sharding in plan.shardings.items():
-        for part in sharding.parts:
-            for rank in range(p):
-                start, stop = part.span(rank, p)
-                if start == stop:
-                    units = part.size // part.unit
-                    raise ValueError(
-                        f"invariant_blocks: {name} has {units} units of {part.unit} in {part.blocks} blocks, and rank "
-                        f"{rank} of {p} would have none; hints={{{name!r}: 'whole'}} leaves it whole for every number of "
-                        "ranks"
-                    )
+        for part, rank in itertools.product(sharding.parts, range(p)):
+            start, stop = part.span(rank, p)
+            if start == stop:
+                units = f"{part.size // part.unit} units of {part.unit} in {part.blocks} blocks"
+                raise ValueError(
+                    f"invariant_blocks: {name} has {units}, and rank {rank} of {p} would have none; {_whole(name)}"
+                )
     return {name: sharding.dim for name, sharding in plan.shardings.items()}
+
+
+def _whole(name: str) -> str:
+    return f"hints={{{name!r}: 'whole'}} leaves it whole for every number of ranks"
 
 
 def _check_same(only: Mapping[str, int], plan: Plan) -> None:
@@ -138,7 +140,7 @@ def _check_same(only: Mapping[str, int], plan: Plan) -> None:
         if name not in plan.shardings:
             raise ValueError(
                 f"invariant_blocks: {name} is sharded over two ranks and cannot be over {plan.p}: "
-                f"{plan.whole[name]}; hints={{{name!r}: 'whole'}} leaves it whole for every number of ranks"
+                f"{plan.whole[name]}; {_whole(name)}"
             )
 
 

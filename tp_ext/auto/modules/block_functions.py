@@ -1,8 +1,8 @@
 """Functions of torch in models applied with ``invariant_blocks``: replaced where their bits depend on the shard.
 
-torch's SiLU, GELU and sigmoid take another path for the last elements of a tensor, its batched products and the backward
-of its softmax depend on the other heads or on the number of threads. A function mode replaces them in the calls of the
-modules that a plan lists, on replicated tensors, too: these are the same for every number of ranks either way."""
+torch's SiLU, GELU and sigmoid take another path for the last elements of a tensor; its batched products and the
+backward of its softmax depend on the other heads or on the number of threads. A function mode replaces them in the
+calls of the modules that a plan lists, on replicated tensors, too, which are the same for every number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -55,8 +54,8 @@ class BlockFunctions(TorchFunctionMode):
                 return
             if code.co_filename.endswith(CHECKPOINT):
                 raise RuntimeError(
-                    f"torch.utils.checkpoint inside of the forward of {type(self.running[-1]).__name__} cannot be followed "
-                    "with invariant_blocks; checkpoint modules, not functions inside of their forward"
+                    f"torch.utils.checkpoint inside of the forward of {type(self.running[-1]).__name__} cannot be "
+                    "followed with invariant_blocks; checkpoint modules, not functions inside of their forward"
                 )
             frame = frame.f_back
 
@@ -139,7 +138,11 @@ def _attention(
     if is_causal:
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
-        attn_mask = attn_mask.expand(*attn_mask.shape[-4:]) if attn_mask.dim() == 4 else attn_mask[(None,) * (4 - attn_mask.dim())]
+        attn_mask = (
+            attn_mask.expand(*attn_mask.shape[-4:])
+            if attn_mask.dim() == 4
+            else attn_mask[(None,) * (4 - attn_mask.dim())]
+        )
     return explicit_attention(
         query, key, value, attn_mask, scale=scale, softcap=None, blind=attn_mask is not None, by_head=True
     )

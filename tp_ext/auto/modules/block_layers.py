@@ -45,6 +45,8 @@ def layer_norm(module: nn.Module) -> LayerNorm | None:
     built in the blocks of the context. None: the module is another one."""
     if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1 or module.weight is None:
         return None
-    norm = LayerNorm(module.normalized_shape[0], eps=module.eps, bias=module.bias is not None, group=None, device="meta")
+    norm = LayerNorm(
+        module.normalized_shape[0], eps=module.eps, bias=module.bias is not None, group=None, device="meta"
+    )
     norm._parameters.update(module._parameters)
     return norm

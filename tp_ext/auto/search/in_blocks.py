@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from tp_ext.auto.search.plans import Plan
 
 MOVING = MEMORY_VIEWS | {
-    "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "repeat", "flip", "roll", "zeros_like", "ones_like",
-    "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "fill", "zero", "constant_pad_nd", "tril",
-    "triu", "lift_fresh", "narrow", "flatten", "unflatten", "movedim",
+    "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "repeat", "flip", "roll", "zeros_like",
+    "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "fill", "zero",
+    "constant_pad_nd", "tril", "triu", "lift_fresh", "narrow", "flatten", "unflatten", "movedim",
 }  # fmt: skip
 # Measured in fp32, fp64 and bf16, forward and backward, on slices of rows: torch's kernels gave the same bits, and
-# others than these for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16
+# others for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16
 EXACT = {
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "tanh", "exp", "erf", "sqrt", "square", "pow", "sin", "cos",
-    "log", "log1p", "reciprocal", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardswish", "leaky_relu", "threshold",
-    "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "bitwise_not",
-    "bitwise_and", "maximum", "minimum", "sign", "dropout",
+    "add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "tanh", "exp", "erf", "sqrt", "square", "pow", "sin",
+    "cos", "log", "log1p", "reciprocal", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardswish", "leaky_relu",
+    "threshold", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and",
+    "bitwise_not", "bitwise_and", "maximum", "minimum", "sign", "dropout",
 }  # fmt: skip
 SCALED = {"add", "sub", "rsub"}  # with alpha their last elements are rounded otherwise in bf16
 POWERS = (2, 3)

@@ -356,7 +356,7 @@ class Planner:
         return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
-        """Shards tokens until gradients and proof accept; else each attempt bans more, and at the end all stay whole."""
+        """Shards tokens until gradients and proof accept; each attempt bans more, and at the end all stay whole."""
         for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
