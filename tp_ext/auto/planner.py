@@ -16,6 +16,7 @@ from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import check_hints, hint_of
+from tp_ext.auto.search.in_blocks import whole_advice
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
@@ -125,13 +126,9 @@ def _shared(plan: Plan, p: int) -> dict[str, int]:
             if start == stop:
                 units = f"{part.size // part.unit} units of {part.unit} in {part.blocks} blocks"
                 raise ValueError(
-                    f"invariant_blocks: {name} has {units}, and rank {rank} of {p} would have none; {_whole(name)}"
+                    f"invariant_blocks: {name} has {units}, and rank {rank} of {p} would have none; {whole_advice(name)}"
                 )
     return {name: sharding.dim for name, sharding in plan.shardings.items()}
-
-
-def _whole(name: str) -> str:
-    return f"hints={{{name!r}: 'whole'}} leaves it whole for every number of ranks"
 
 
 def _check_same(only: Mapping[str, int], plan: Plan) -> None:
@@ -140,7 +137,7 @@ def _check_same(only: Mapping[str, int], plan: Plan) -> None:
         if name not in plan.shardings:
             raise ValueError(
                 f"invariant_blocks: {name} is sharded over two ranks and cannot be over {plan.p}: "
-                f"{plan.whole[name]}; {_whole(name)}"
+                f"{plan.whole[name]}; {whole_advice(name)}"
             )
 
 

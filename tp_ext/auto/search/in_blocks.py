@@ -7,7 +7,8 @@ by others for that. Anything else is refused by name, by the plan and so on ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import DirectCall
-from tp_ext.auto.record.record import MEMORY_VIEWS, Record, Step
+from tp_ext.auto.record.record import MEMORY_VIEWS, Step
 from tp_ext.auto.search.choose import carries
+from tp_ext.auto.search.gradient_types import PARTIAL
 from tp_ext.auto.search.localize import is_conv1d
 
 if TYPE_CHECKING:
@@ -49,7 +52,6 @@ REPLACED = {
 }
 """Operators whose result depends on the shard or the number of threads -> the functions that are replaced in calls of
 the model (:mod:`tp_ext.auto.modules.block_functions`)."""
-ADVICE = "hints={{{name!r}: 'whole'}} leaves it whole for every number of ranks"
 
 
 def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module], blocks: int) -> Plan:
@@ -58,11 +60,12 @@ def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module],
     Raises:
         ValueError: it computes something whose bits depend on the number of ranks; with the module and the operator.
     """
-    _check_layers(plan.roles, modules)
-    _check_sums(finder)
-    on_shards = list(_steps_on_shards(finder, plan.roles))
-    for step in on_shards:
-        _check_step(step)
+    check = _Check(finder)
+    check.layers(plan.roles, modules)
+    check.sums()
+    for step in check.steps_on_shards(plan.roles):
+        if text := _dependence(step):
+            check.refuse(step.module, text, (*step.inputs, *step.outputs))
     functions = {step.module for step in finder.record.steps if _base(step) in REPLACED}
     functions |= {draw.module for draw in plan.draws} | {draw.caller for draw in plan.draws if draw.caller is not None}
     return replace(
@@ -73,67 +76,86 @@ def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module],
     )
 
 
-def _refuse(module: str, text: str) -> None:
-    advice = ADVICE.format(name=module) if module else "hints leave what it reads whole"
-    raise ValueError(f"invariant_blocks: {module or 'the model'} {text}: its bits would depend on the ranks; {advice}")
+def whole_advice(name: str) -> str:
+    """How a parameter is left whole, in all layers."""
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    return f"hints={{{pattern!r}: 'whole'}} leaves it whole for every number of ranks"
 
 
-def _check_layers(roles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
-    for name, role in roles.items():
-        module = modules[name]
-        if role == "attention" or not (isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)):
-            _refuse(name, f"is an {type(module).__name__} with shards, which has no form in blocks")
+class _Check:
+    """Refuses what a plan computes with other bits for other numbers of ranks."""
 
+    def __init__(self, finder: Finder) -> None:
+        self.finder, self.record = finder, finder.record
 
-def _check_sums(finder: Finder) -> None:
-    """Raises for sums of one term of each rank, which layers in blocks do not make."""
-    flow, record = finder.flow, finder.record
-    for partial in flow.sums:
-        _refuse(partial.module, "returns a sum of one term of each rank")
-    names = {id_: name for id_, (name, _) in record.parameters.items()}
-    for copy, tensor in zip(flow.copies, flow.copied, strict=True):
-        if id(tensor) in record.differentiable:
-            name = names.get(id(tensor), copy.module)
-            place = finder.used[id(tensor)][0][0] if finder.used.get(id(tensor)) else None
-            used = "" if place is None else f" in {record.steps[place].reason}"
-            _refuse(name, f"has a gradient that is a sum of one term of each rank{used}")
+    def refuse(self, module: str, text: str, operands: Iterable[Tensor] = (), atoms: Collection[Atom] = ()) -> None:
+        """Raises ValueError, with a parameter to leave whole: one that the operands or the atoms shard."""
+        operands = list(operands)
+        for decision in self.finder.chosen:
+            if set(decision.sharded) & set(atoms) or any(carries(self.record, t, decision.sharded) for t in operands):
+                advice = whole_advice(next(iter(decision.parameters)))
+                break
+        else:
+            advice = "hints must leave what it reads whole"
+        raise ValueError(
+            f"invariant_blocks: {module or 'the model'} {text}: its bits would depend on the ranks; {advice}"
+        )
 
+    def layers(self, roles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
+        for name, role in roles.items():
+            module = modules[name]
+            if role == "attention" or not (isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)):
+                own = [t for n, t in self.record.parameters.values() if n.startswith(f"{name}.")]
+                self.refuse(name, f"is a sharded {type(module).__name__}, which has no form in blocks", own)
 
-def _steps_on_shards(finder: Finder, roles: Mapping[str, str]) -> Iterable[Step]:
-    """The operators on shards outside of layers. Logits keep their full shape for the model's code, which gathers them
-    for other functions than those of tp_ext."""
-    record: Record = finder.record
-    inside = [atom for atom in finder.atoms if atom not in finder.whole_heads]
-    for step in record.steps:
-        if step.module in roles or step.is_loss:
-            continue
-        if any(carries(record, tensor, inside) for tensor in (*step.inputs, *step.outputs)):
-            yield step
+    def sums(self) -> None:
+        """Refuses sums of one term of each rank, which layers in blocks do not make."""
+        finder, record = self.finder, self.record
+        for partial in finder.flow.sums:
+            ids = [id_ for id_, module in finder.partial.items() if module == partial.module]
+            atoms = frozenset[Atom]().union(*(finder.sums.blame.get(id_, frozenset()) for id_ in ids))
+            self.refuse(partial.module, "returns a sum of one term of each rank", atoms=atoms)
+        names = {id_: name for id_, (name, _) in record.parameters.items()}
+        for copy, tensor in zip(finder.flow.copies, finder.flow.copied, strict=True):
+            if id(tensor) in record.differentiable:
+                uses = [place for place, types in finder.used.get(id(tensor), ()) if PARTIAL in types]
+                used = f" in {record.steps[uses[0]].reason}" if uses else ""
+                text = f"has a gradient that is a sum of one term of each rank{used}"
+                self.refuse(names.get(id(tensor), copy.module), text, atoms=finder.blamed(uses))
+
+    def steps_on_shards(self, roles: Mapping[str, str]) -> Iterator[Step]:
+        """The operators on shards outside of layers. Logits keep their full shape for the model's code, which gathers
+        them for other functions than those of tp_ext."""
+        inside = [atom for atom in self.finder.atoms if atom not in self.finder.whole_heads]
+        for step in self.record.steps:
+            if step.module in roles or step.is_loss:
+                continue
+            if any(carries(self.record, tensor, inside) for tensor in (*step.inputs, *step.outputs)):
+                yield step
 
 
 def _base(step: Step) -> str:
     return step.name if step.name in REPLACED else step.name.removesuffix("_")
 
 
-def _check_step(step: Step) -> None:
-    name, function = _base(step), step.function
+def _dependence(step: Step) -> str:
+    """What of an operator on shards would depend on their cut; "": nothing."""
+    name, last, scaled = _base(step), step.inputs[0].dim() - 1, step.kwargs.get("alpha", 1) != 1
     if name in REPLACED:
+        if name == "scaled_dot_product_attention":
+            return "" if last == 3 else f"computes {step.reason} on shards that are not 4-D"
         # An operator inside of another function, such as einsum, is not replaced
-        if name != "scaled_dot_product_attention" and function not in REPLACED[name]:
-            called = getattr(function, "__name__", "code without a function of torch")
-            _refuse(step.module, f"computes {step.reason} on shards by {called}")
-        last = step.inputs[0].dim() - 1
-        if name == "_softmax" and step.args[1] not in (-1, last):
-            _refuse(step.module, f"computes {step.reason} on shards over another dim than the last")
-        if name == "scaled_dot_product_attention" and last != 3:
-            _refuse(step.module, f"computes {step.reason} on shards that are not 4-D")
-        return
-    scaled = name in SCALED and step.kwargs.get("alpha", 1) != 1
+        if step.function not in REPLACED[name]:
+            called = getattr(step.function, "__name__", "code without a function of torch")
+            return f"computes {step.reason} on shards by {called}"
+        is_last = name != "_softmax" or step.args[1] in (-1, last)
+        return "" if is_last else f"computes {step.reason} on shards over another dim than the last"
     exponent = step.args[1] if len(step.args) > 1 else None
     odd_power = name == "pow" and (isinstance(exponent, Tensor) or exponent not in POWERS)
     rounded = name == "div" and step.kwargs.get("rounding_mode") is not None
-    if name not in MOVING | EXACT or scaled or odd_power or rounded:
-        _refuse(step.module, f"computes {step.reason} on shards{' with alpha' if scaled else ''}")
+    if name in MOVING | EXACT and not (odd_power or rounded or (scaled and name in SCALED)):
+        return ""
+    return f"computes {step.reason} on shards{' with alpha' if scaled else ''}"
 
 
 def _without_sums(direct: DirectCall) -> DirectCall:
