@@ -124,10 +124,9 @@ def _shared(plan: Plan, p: int) -> dict[str, int]:
         for part, rank in itertools.product(sharding.parts, range(p)):
             start, stop = part.span(rank, p)
             if start == stop:
-                units = f"{part.size // part.unit} units of {part.unit} in {part.blocks} blocks"
-                raise ValueError(
-                    f"invariant_blocks: {name} has {units}, and rank {rank} of {p} would have none; {whole_advice(name)}"
-                )
+                has = f"{name} has {part.size // part.unit} units of {part.unit} in {part.blocks} blocks"
+                advice = whole_advice(name)
+                raise ValueError(f"invariant_blocks: {has}, and rank {rank} of {p} would have none; {advice}")
     return {name: sharding.dim for name, sharding in plan.shardings.items()}
 
 
