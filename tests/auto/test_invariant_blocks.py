@@ -195,6 +195,7 @@ REFUSED = {
     "powers": (Body(lambda body, h: h.abs() ** 1.5), "the model computes pow .* on shards"),
     "norms": (Body(lambda body, h: F.layer_norm(_by_heads(h), (8,)).flatten(-2)), "computes native_layer_norm"),
     "parameter": (Body(_norm_of_heads, True), "scale has a gradient that is a sum of one term of each rank"),
+    "broadcast": (Body(lambda body, h: h * h[:, :1]), "the model broadcasts a tensor in mul .* on shards"),
     "einsum": (Body(_mixed), "computes bmm .* on shards by einsum"),
     "attention": (nn.Sequential(Attends()), "0.inner is a sharded MultiheadAttention"),
 }

@@ -7,7 +7,7 @@ calls of the modules that a plan lists, on replicated tensors, too, which are th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -80,6 +80,39 @@ def _lowered(*tensors: Tensor) -> list[Tensor]:
     return [t.to(dtype) if t.dtype != torch.float64 else t for t in tensors]
 
 
+class _Expanded(torch.autograd.Function):
+    """``expand`` of one dim of length 1, whose gradients are added in their order, in fp32 (fp64 for fp64): torch's sum
+    has another order for some shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, n: int) -> Tensor:
+        ctx.dim = dim
+        return x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        first, *rest = grad.unbind(ctx.dim)
+        total = first.float() if first.element_size() < 4 else first
+        for each in rest:
+            total = total + each
+        return total.to(grad.dtype).unsqueeze(ctx.dim), None, None
+
+
+def _expanded(x: Tensor, shape: Sequence[int]) -> Tensor:
+    x = x[(None,) * (len(shape) - x.dim())]
+    for dim, n in enumerate(shape):
+        if x.shape[dim] == 1 and n > 1:
+            x = _Expanded.apply(x, dim, n)
+    return x
+
+
+def _expand(func: Any, input: Tensor, *sizes: Any, **options: Any) -> Tensor:
+    if options or not (input.requires_grad and torch.is_grad_enabled()):
+        return func(input, *sizes, **options)  # type: ignore[no-any-return]
+    shape = sizes[0] if isinstance(sizes[0], list | tuple) else sizes
+    return func(input, *sizes) if 0 in shape else _expanded(input, shape)
+
+
 def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
     y: Tensor = _ops.bias_act(input.contiguous(), None, "silu")
     return input.copy_(y) if inplace else y
@@ -99,7 +132,7 @@ def _matmul(func: Any, input: Tensor, other: Tensor) -> Tensor:
         return func(input, other)  # type: ignore[no-any-return]
     a, b = _lowered(input, other)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (a, b))
+    a, b = (_expanded(t, [*batch, *t.shape[-2:]]).flatten(0, -3) for t in (a, b))
     return _ops.block_bmm(a, b).unflatten(0, batch)
 
 
@@ -129,10 +162,9 @@ def _attention(
     query, key, value = _lowered(query, key, value)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(query.dtype)
-    # The gradients of a KV head are added in the order of its query heads
     share = query.shape[1] // key.shape[1] if enable_gqa else 1
     if share > 1:
-        key, value = (torch.stack([t] * share, 2).flatten(1, 2) for t in (key, value))
+        key, value = (_Expanded.apply(t.unsqueeze(2), 2, share).flatten(1, 2) for t in (key, value))
     if _is_fused(query, key, value, attn_mask):
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
     if is_causal:
@@ -158,7 +190,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 _BY_NAME = {
     "scaled_dot_product_attention": _attention, "silu": _silu, "gelu": _gelu, "sigmoid": _sigmoid, "bmm": _matmul,
-    "_softmax": _softmax,
+    "_softmax": _softmax, "expand": _expand,
 }  # fmt: skip
 REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
     function: _BY_NAME[name] for name, functions in REPLACED.items() for function in functions

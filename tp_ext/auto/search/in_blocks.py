@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tp_ext.auto.search.plans import Plan
 
 MOVING = MEMORY_VIEWS | {
-    "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "repeat", "flip", "roll", "zeros_like",
+    "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "flip", "roll", "zeros_like",
     "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "fill", "zero",
     "constant_pad_nd", "tril", "triu", "lift_fresh", "narrow", "flatten", "unflatten", "movedim",
 }  # fmt: skip
@@ -49,6 +49,7 @@ REPLACED = {
     "sigmoid": {torch.sigmoid, Tensor.sigmoid},
     "bmm": {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm},
     "_softmax": {F.softmax, torch.softmax, Tensor.softmax},
+    "expand": {Tensor.expand},
 }
 """Operators whose result depends on the shard or the number of threads -> the functions that are replaced in calls of
 the model (:mod:`tp_ext.auto.modules.block_functions`)."""
@@ -64,7 +65,7 @@ def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module],
     check.layers(plan.roles, modules)
     check.sums()
     for step in check.steps_on_shards(plan.roles):
-        if text := _dependence(step):
+        if text := _dependence(step) or check.broadcast(step):
             check.refuse(step.module, text, (*step.inputs, *step.outputs))
     functions = {step.module for step in finder.record.steps if _base(step) in REPLACED}
     functions |= {draw.module for draw in plan.draws} | {draw.caller for draw in plan.draws if draw.caller is not None}
@@ -123,6 +124,14 @@ class _Check:
                 text = f"has a gradient that is a sum of one term of each rank{used}"
                 self.refuse(names.get(id(tensor), copy.module), text, atoms=finder.blamed(uses))
 
+    def broadcast(self, step: Step) -> str:
+        """What of an operator sums the gradient of a tensor over the elements to which it is broadcast; "": nothing."""
+        if _base(step) not in EXACT:
+            return ""
+        size = max(tensor.numel() for tensor in step.outputs)
+        is_summed = any(id(t) in self.record.differentiable and t.numel() < size for t in step.inputs)
+        return f"broadcasts a tensor in {step.reason} on shards, and sums its gradient" if is_summed else ""
+
     def steps_on_shards(self, roles: Mapping[str, str]) -> Iterator[Step]:
         """The operators on shards outside of layers. Logits keep their full shape for the model's code, which gathers
         them for other functions than those of tp_ext."""
@@ -145,7 +154,8 @@ def _dependence(step: Step) -> str:
         if name == "scaled_dot_product_attention":
             return "" if last == 3 else f"computes {step.reason} on shards that are not 4-D"
         # An operator inside of another function, such as einsum, is not replaced
-        if step.function not in REPLACED[name]:
+        is_view = name == "expand" and step.outputs[0].numel() == step.inputs[0].numel()
+        if not is_view and step.function not in REPLACED[name] | (REPLACED["bmm"] if name == "expand" else set()):
             called = getattr(step.function, "__name__", "code without a function of torch")
             return f"computes {step.reason} on shards by {called}"
         is_last = name != "_softmax" or step.args[1] in (-1, last)
