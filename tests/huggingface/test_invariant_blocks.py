@@ -33,7 +33,8 @@ def _folder(path: Path) -> Path:
 
 
 def _files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir() if not file.name.startswith(".")}
+    """Those of the weights; `transformers` writes other configurations for models that have been read."""
+    return {file.name: file.read_bytes() for file in path.glob("*.safetensors*")}
 
 
 def _trained(group: Any, path: Path, to: Path) -> Any:
