@@ -301,7 +301,7 @@ class _Applied:
         entered = {copy.module for copy in self.plan.copies if copy.kind == "parameter"}
         for name, module in list(self.model.named_modules()):
             is_whole = name not in entered and f"{name}.weight" in self.plan.whole
-            norm = fused_norm(module) if is_whole else None
+            norm: nn.Module | None = fused_norm(module) if is_whole else None
             if is_whole and norm is None and self.plan.invariant_blocks is not None:
                 norm = layer_norm(module)
             if norm is not None:

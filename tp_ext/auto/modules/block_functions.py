@@ -108,7 +108,7 @@ def _expanded(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _expand(func: Any, input: Tensor, *sizes: Any, **options: Any) -> Tensor:
     if options or not (input.requires_grad and torch.is_grad_enabled()):
-        return func(input, *sizes, **options)  # type: ignore[no-any-return]
+        return func(input, *sizes, **options)
     shape = sizes[0] if isinstance(sizes[0], list | tuple) else sizes
     return func(input, *sizes) if 0 in shape else _expanded(input, shape)
 
@@ -129,7 +129,7 @@ def _sigmoid(func: Any, input: Tensor) -> Tensor:
 
 def _matmul(func: Any, input: Tensor, other: Tensor) -> Tensor:
     if input.dim() < 3 or other.dim() < 3:
-        return func(input, other)  # type: ignore[no-any-return]
+        return func(input, other)
     a, b = _lowered(input, other)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = (_expanded(t, [*batch, *t.shape[-2:]]).flatten(0, -3) for t in (a, b))
@@ -139,7 +139,7 @@ def _matmul(func: Any, input: Tensor, other: Tensor) -> Tensor:
 def _softmax(func: Any, input: Tensor, dim: int | None = None, *rest: Any, **options: Any) -> Tensor:
     dtype = options.get("dtype", rest[-1] if rest and isinstance(rest[-1], torch.dtype) else None)
     if dim not in (-1, input.dim() - 1) or input.dim() < 2:
-        return func(input, dim, *rest, **options)  # type: ignore[no-any-return]
+        return func(input, dim, *rest, **options)
     if dtype is None and torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
         dtype = torch.float32
     x = input if dtype is None else input.to(dtype)
@@ -188,7 +188,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     return bool(lengths) and query.shape[3] == value.shape[3] and strides == {1} and not has_mask_gradient
 
 
-_BY_NAME = {
+_BY_NAME: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": _attention, "silu": _silu, "gelu": _gelu, "sigmoid": _sigmoid, "bmm": _matmul,
     "_softmax": _softmax, "expand": _expand,
 }  # fmt: skip

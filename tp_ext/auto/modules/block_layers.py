@@ -34,7 +34,9 @@ class BlockConv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes y."""
-        weight, bias, name = self.weight.t().contiguous(), self._parameters["bias"], self.tp_group.name
+        parameter, bias, name = self._parameters["weight"], self._parameters["bias"], self.tp_group.name
+        assert parameter is not None
+        weight = parameter.t().contiguous()
         if self.is_row:
             return _ops.block_row_linear(x, weight, bias, name, False, self.invariant_blocks, self.segments)
         return _ops.block_column_linear(x, weight, bias, name, False, None, self.invariant_blocks, self.segments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ EXACT = {
 }  # fmt: skip
 SCALED = {"add", "sub", "rsub"}  # with alpha their last elements are rounded otherwise in bf16
 POWERS = (2, 3)
-REPLACED = {
+REPLACED: dict[str, set[Any]] = {
     "scaled_dot_product_attention": {F.scaled_dot_product_attention},
     "silu": {F.silu},
     "gelu": {F.gelu},
