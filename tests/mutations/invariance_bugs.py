@@ -3,6 +3,7 @@
 from tests.mutations.mutation import Mutation
 
 BITS = "test_invariance.py::test_the_same_bits_for_every_number_of_ranks_and_threads"
+AUTO_BITS = "auto/test_invariant_blocks.py::test_the_same_bits_for_every_number_of_ranks"
 
 
 def _bug(name: str, file: str, old: str, new: str, bug: str, *tests: str) -> Mutation:
@@ -115,5 +116,29 @@ INVARIANCE_BUGS = [
         "    } else if (node.index >= 0 ||",
         "An odd last node does not move up.",
         "test_invariance.py::test_the_tree",
+    ),
+    _bug(
+        "auto_column",
+        "tp_ext/auto/execute.py",
+        "own_input = own_input or self.plan.invariant_blocks is not None",
+        "own_input = own_input or self.plan.invariant_blocks == 0",
+        "Layers that share an input leave its gradient to sums that a plan in blocks does not have.",
+        f"{AUTO_BITS}[fp32]",
+    ),
+    _bug(
+        "auto_loss",
+        "tp_ext/auto/modules/logits.py",
+        "    with using_blocks(cls.blocks):\n        return vocab_parallel_cross_entropy(",
+        "    with using_blocks(None):\n        return vocab_parallel_cross_entropy(",
+        "The statistics of an unchanged model's loss are those of the ranks' columns.",
+        f"{AUTO_BITS}[fp32]",
+    ),
+    _bug(
+        "auto_silu",
+        "tp_ext/auto/search/in_blocks.py",
+        '    "silu": {F.silu},\n',
+        '    "silu": set(),\n',
+        "torch's SiLU, whose last elements have other bits, is not replaced, and refused.",
+        f"{AUTO_BITS}[fp32]",
     ),
 ]

@@ -11,6 +11,7 @@ from torch import nn
 
 from tp_ext._checks import check_bool, check_int
 from tp_ext.auto.search.plans import Plan
+from tp_ext.invariance import check_ranks, check_reproducible, refuse_call
 from tp_ext.mesh_program.partition_spec import P
 
 
@@ -49,12 +50,18 @@ def check_plan_options(
     strict: Any,
     prove: Any,
     budget: Any,
+    blocks: Any,
 ) -> None:
     """Raises TypeError or ValueError unless ``plan`` takes these options."""
     check_int(least=1, p=p)
     check_bool(strict=strict)
+    if blocks is not None:
+        check_int(least=1, invariant_blocks=blocks)
+        check_ranks(blocks, p)
     if not isinstance(sequence_parallel, bool) and sequence_parallel != "auto":
         raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False, True or 'auto'")
+    if blocks is not None and sequence_parallel:
+        raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False with invariant_blocks = {blocks}")
     # Types first: the rules below iterate over patterns and lines
     for name, value in (("hints", hints), ("rules", rules)):
         if value is not None and not isinstance(value, Mapping):
@@ -82,6 +89,20 @@ def check_plan_options(
 
 def _is_known(operator: str) -> bool:
     return any(name.partition(".")[0] == operator for name in torch._C._dispatch_get_all_op_names())
+
+
+def check_blocks_of(plan: Any, blocks: Any) -> None:
+    """Raises ValueError unless a plan has the blocks that ``apply`` is given, if any, or in ``tp_invariant`` some, and
+    RuntimeError if it has and products are not reproducible."""
+    of_plan = getattr(plan, "invariant_blocks", None)
+    if blocks is not None and blocks != of_plan:
+        raise ValueError(
+            f"invariant_blocks: {blocks!r} must be that of the plan, {of_plan}: auto.plan(.., invariant_blocks=..)"
+        )
+    if of_plan is None:
+        refuse_call("auto.apply", "make the plan with invariant_blocks=, or build the model of layers of tp_ext")
+    else:
+        check_reproducible()
 
 
 def check_apply(plan: Any, model: Any, verify: Any, example: Any) -> None:

@@ -1,7 +1,9 @@
-"""The check of ``apply(verify=True)``: a sharded model next to the unsharded one, in the real group."""
+"""Checks of an applied plan: ``apply(verify=True)``, a sharded model next to the unsharded one in the real group, and
+the share of the model that stays whole."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +21,20 @@ from tp_ext.model.layouts import layouts_of
 
 # Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
+
+
+def whole_matrices(plan: Plan) -> str:
+    """A sentence on the share of the bytes of matrices that every rank holds, without those of hints; "" if small."""
+    sizes = {name: math.prod(plan.shapes[name]) * size for name, size in plan.bytes_of_element.items()}
+    matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
+    whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
+    share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
+    if plan.p == 1 or share <= MAX_REPLICATED_SHARE:
+        return ""
+    first = max(whole, key=lambda name: matrices[name])
+    text = f"model: {share:.0%} of the bytes of its matrices stay whole on every rank"
+    return f"{text}; plan.why({first!r}): {plan.why(first)}"
 
 
 def reference_of(plan: Plan, model: nn.Module) -> nn.Module:

@@ -4,16 +4,17 @@ boundaries."""
 from __future__ import annotations
 
 import hashlib
-import math
 import warnings
 from typing import Any
 
 from torch import nn
 
 from tp_ext._object_collectives import all_gather_objects
-from tp_ext.auto.argument_checks import check_apply
-from tp_ext.auto.check_applied import compare_with, reference_of
+from tp_ext.auto.argument_checks import check_apply, check_blocks_of
+from tp_ext.auto.check_applied import compare_with, reference_of, whole_matrices
 from tp_ext.auto.guard import Guard, structure_of
+from tp_ext.auto.modules.block_functions import register_functions
+from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
 from tp_ext.auto.modules.direct_calls import convert_direct_calls
 from tp_ext.auto.modules.hooks import (
     CopyArguments,
@@ -43,7 +44,7 @@ from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, di
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
-from tp_ext.invariance import refuse_call
+from tp_ext.invariance import using_blocks
 from tp_ext.model.layouts import declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout
@@ -51,10 +52,16 @@ from tp_ext.sharding import Layout
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
          "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
 
-MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
 
-
-def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None) -> nn.Module:
+def apply(
+    plan: Plan,
+    model: nn.Module,
+    group: Group,
+    *,
+    verify: bool = False,
+    example: Any = None,
+    invariant_blocks: int | None = None,
+) -> nn.Module:
     """Shards a model by a plan, in place: forward code, names and state-dict keys stay.
 
     Linear layers become :class:`~tp_ext.ColumnParallelLinear` and :class:`~tp_ext.RowParallelLinear`; other sharded
@@ -68,6 +75,8 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
         group: the ranks: a process group, 1-D mesh or group name.
         verify: compare the loss and every gradient with those of the unsharded model, a copy of which is made.
         example: the arguments for ``verify``: a dict of keyword arguments or a tuple.
+        invariant_blocks: that of the plan, which is the default: the training has the same bits for every number of
+            ranks, as that of layers built in :func:`tp_ext.tp_invariant`.
 
     Returns:
         The model; ``model.tp_ext_plan`` is the plan. Rank 0 warns if more than 10 % of the bytes of matrices stay whole
@@ -77,27 +86,15 @@ def apply(plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, e
 
     Raises:
         ValueError: on all ranks, before anything is changed: the plan is for another number of ranks or another model;
-            ranks have different plans or models; the model is sharded by a plan; ``verify`` without ``example``. After
-            it: ``verify`` finds a difference. TypeError: an argument of another type.
+            ranks have different plans or models; the model is sharded by a plan; ``verify`` without ``example``; other
+            ``invariant_blocks`` than the plan's. After it: ``verify`` finds a difference. RuntimeError: with blocks,
+            products are not reproducible in this process. TypeError: an argument of another type.
     """
-    refuse_call("auto.apply", "build the model of layers of tp_ext")
+    check_blocks_of(plan, invariant_blocks)
     applied = apply_quietly(plan, model, group, verify=verify, example=example)
-    if parallel_group(group).rank == 0 and (text := _whole_matrices(plan)):
+    if parallel_group(group).rank == 0 and (text := whole_matrices(plan)):
         warnings.warn(text, stacklevel=2)
     return applied
-
-
-def _whole_matrices(plan: Plan) -> str:
-    """A sentence on the share of the bytes of matrices that every rank holds, without those of hints; "" if small."""
-    sizes = {name: math.prod(plan.shapes[name]) * size for name, size in plan.bytes_of_element.items()}
-    matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
-    whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
-    share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
-    if plan.p == 1 or share <= MAX_REPLICATED_SHARE:
-        return ""
-    first = max(whole, key=lambda name: matrices[name])
-    text = f"model: {share:.0%} of the bytes of its matrices stay whole on every rank"
-    return f"{text}; plan.why({first!r}): {plan.why(first)}"
 
 
 def apply_quietly(
@@ -111,12 +108,13 @@ def apply_quietly(
     _compare_over_group(plan, model, group)
     # A copy of the full weights, which the model does not have after it is sharded
     reference = reference_of(plan, model) if verify else None
-    if parallel.size > 1:
+    if parallel.size > 1 or plan.invariant_blocks is not None:
         guard = Guard(plan, structure_of(model), apply_quietly) if plan.shardings and plan.example is not None else None
-        _Applied(plan, model, parallel).apply()
+        with using_blocks(plan.invariant_blocks):
+            _Applied(plan, model, parallel).apply()
         if guard is not None:
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
-        if hasattr(model, "save_pretrained"):
+        if parallel.size > 1 and hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     else:
         _Applied(plan, model, parallel).apply_alone()
@@ -243,6 +241,8 @@ class _Applied:
             sharding = self.plan.shardings[f"{name}.weight"]
             if role == "vocab":
                 shard_embedding(module, sharding, self.group)
+            elif is_conv1d(module) and self.plan.invariant_blocks is not None:
+                self.replace(name, BlockConv1D(module, sharding, self.group, self.plan.invariant_blocks))
             elif is_conv1d(module) and role == "row":
                 weight = module._parameters["weight"]
                 assert weight is not None
@@ -257,6 +257,7 @@ class _Applied:
         self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))
         self.register_hooks(own_input)
+        register_functions(self.model, self.plan.functions)
         for name, calls in _sizes(self.plan, self.group.rank).items():
             SizedForward(self.model.get_submodule(name), name, calls).install()
         convert_direct_calls(self.model, self.plan, self.group)
@@ -300,12 +301,16 @@ class _Applied:
         entered = {copy.module for copy in self.plan.copies if copy.kind == "parameter"}
         for name, module in list(self.model.named_modules()):
             is_whole = name not in entered and f"{name}.weight" in self.plan.whole
-            if is_whole and (norm := fused_norm(module)):
+            norm: nn.Module | None = fused_norm(module) if is_whole else None
+            if is_whole and norm is None and self.plan.invariant_blocks is not None:
+                norm = layer_norm(module)
+            if norm is not None:
                 self.replace(name, norm)
 
     def replace_linear(self, name: str, role: str, own_input: bool) -> None:
         linear = self.model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
+        own_input = own_input or self.plan.invariant_blocks is not None  # a tree for each layer, in every case
         column = ColumnParallelLinear if own_input else EnteredColumnLinear
         row = RowTokensLinear if name in self.scattered else RowParallelLinear
         cls = column if role == "column" else row
@@ -335,8 +340,9 @@ class _Applied:
         if attribute in layouts_of(module):
             return  # of a layer that has been replaced
         if id(full) not in self.new:
-            shard = sharding.shard(full.detach(), self.group.rank, self.group.size)
-            self.new[id(full)] = nn.Parameter(shard, requires_grad=full.requires_grad)
+            alone = self.group.size == 1  # with the parameter that it is: an optimizer may know it
+            shard = full if alone else sharding.shard(full.detach(), self.group.rank, self.group.size)
+            self.new[id(full)] = full if alone else nn.Parameter(shard, requires_grad=full.requires_grad)
         module._parameters[attribute] = self.new[id(full)]
         declare_layouts(module, {attribute: Layout((sharding, self.group))})
         if any(part.copies > 1 for part in sharding.parts):
@@ -381,7 +387,7 @@ class _Applied:
         register_draws(model, plan.draws, group, self.tokens)
         for name in plan.heads:
             sizes = tuple(plan.shardings[f"{name}.weight"].local_sizes(group.size))
-            model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes))
+            model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes, plan.invariant_blocks))
         if plan.heads:
             model.register_forward_hook(FullLogits())
         for gather in plan.gathers:

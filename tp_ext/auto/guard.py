@@ -198,7 +198,7 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     record = traced(structure, example, rules)
     # The shards exist: what the new plan may decide is only whether the same shards serve this call, too
     only = {name: sharding.dim for name, sharding in plan.shardings.items()}
-    planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only)
+    planner = Planner(structure, example, plan.p, record, {}, None, bool(plan.tokens), only, plan.invariant_blocks)
     again = planner.decide()
     called = {call.module for call in record.calls}
     used = {id(t) for step in record.steps for t in step.inputs}
@@ -229,7 +229,7 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     if again.gathers != plan.gathers or not {*again.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then"
     try:
-        prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" else None
+        prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" and plan.p > 1 else None
         differences = prover.differences(again) if prover is not None else {}
     except UnprovenError:
         # The shapes of this call are proven. Its values cannot be on this machine, which is no fault of the call

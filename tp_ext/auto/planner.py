@@ -3,6 +3,7 @@ result by shapes and by values. What cannot be proven stays replicated."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import check_hints, hint_of
+from tp_ext.auto.search.in_blocks import whole_advice
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
@@ -35,6 +37,7 @@ def plan(
     strict: bool = False,
     prove: str | bool = "values",
     budget: float = BUDGET,
+    invariant_blocks: int | None = None,
 ) -> Plan:
     """Derives how a model is sharded over p ranks, from one run of its forward on fake tensors.
 
@@ -63,6 +66,8 @@ def plan(
             a number that is wrong. False: as ``"shapes"``, and ranks do not repeat it in :func:`apply`.
         budget: bytes of parameters that the proof by values may run; a larger model is run with fewer layers, else with
             fewer heads and features, or is proven by shapes alone, which its table says.
+        invariant_blocks: the number of blocks into which sharded dims are cut, as in :func:`tp_ext.tp_invariant`, also
+            for p = 1: the model that :func:`apply` makes then trains to the same bits for every p up to it.
 
     Returns:
         The :class:`Plan`, the same on every rank of every process.
@@ -73,26 +78,66 @@ def plan(
         ValueError: a rule that is no notation, or for no operator; a hint that fits nothing, or that cannot hold; a
             budget that cannot; a forward that branches on data, or that fails with the example; with ``strict``,
             weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
-            its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``. TypeError: an argument of
-            another type.
+            its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``; with ``invariant_blocks``:
+            fewer than p, sequence parallelism, a rank that would have no unit of a sharded dim, and operators whose
+            bits would depend on p, by module, name and line. TypeError: an argument of another type.
     """
     check_planned_model(model)
     check_example(example)
-    check_plan_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget)
+    check_plan_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget, invariant_blocks)
     check_is_no_layer(model)
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     hints = dict(hints or {})
     check_hints(model, hints)
-    planner = Planner(model, example, p, traced(model, example, user_rules), hints, memory_budget, sequence_parallel)
-    result = planner.decide() if p > 1 else alone(planner)
-    if prove == "values" and p > 1 and result.shardings:
-        with unchanged(model):  # its class may keep things, too
-            result = _proven(planner, result, user_rules, budget)
-    elif prove is False:
+    record = traced(model, example, user_rules)
+    planner = Planner(model, example, p, record, hints, memory_budget, sequence_parallel, blocks=invariant_blocks)
+    if invariant_blocks is not None and p != (fewest := min(2, invariant_blocks)):
+        # What is sharded must not depend on p: what two ranks shard
+        of_two = Planner(model, example, fewest, record, hints, memory_budget, False, blocks=invariant_blocks)
+        planner.only = _shared(_decided(of_two, prove, user_rules, budget), p)
+    result = _decided(planner, prove, user_rules, budget)
+    if planner.only is not None:
+        _check_same(planner.only, result)
+    if prove is False:
         result.proofs = []
     result.rules = dict(rules or {})
     _check_sharded(result, planner, hints, strict)
     return result
+
+
+def _decided(planner: Planner, prove: str | bool, rules: Mapping[str, Rule], budget: float) -> Plan:
+    """The plan of a planner, proven by values if that is asked for."""
+    result = planner.decide() if planner.p > 1 or planner.blocks else alone(planner)
+    if prove == "values" and planner.p > 1 and result.shardings:
+        with unchanged(planner.model):  # its class may keep things, too
+            result = _proven(planner, result, rules, budget)
+    return result
+
+
+def _shared(plan: Plan, p: int) -> dict[str, int]:
+    """The parameters that a plan in blocks shards, with the dim.
+
+    Raises:
+        ValueError: one of p ranks would have nothing of one of them.
+    """
+    for name, sharding in plan.shardings.items():
+        for part, rank in itertools.product(sharding.parts, range(p)):
+            start, stop = part.span(rank, p)
+            if start == stop:
+                has = f"{name} has {part.size // part.unit} units of {part.unit} in {part.blocks} blocks"
+                advice = whole_advice(name)
+                raise ValueError(f"invariant_blocks: {has}, and rank {rank} of {p} would have none; {advice}")
+    return {name: sharding.dim for name, sharding in plan.shardings.items()}
+
+
+def _check_same(only: Mapping[str, int], plan: Plan) -> None:
+    """Raises ValueError unless a plan in blocks shards what that of two ranks does."""
+    for name in only:
+        if name not in plan.shardings:
+            raise ValueError(
+                f"invariant_blocks: {name} is sharded over two ranks and cannot be over {plan.p}: "
+                f"{plan.whole[name]}; {whole_advice(name)}"
+            )
 
 
 def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:

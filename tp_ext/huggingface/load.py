@@ -55,6 +55,7 @@ def from_pretrained(
     example: Mapping[str, Any] | tuple[Any, ...] | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
+    invariant_blocks: int | None = None,
     **config_overrides: Any,
 ) -> Any:
     """Loads a model of transformers, sharded over a group by :func:`tp_ext.auto.plan`, in eval mode.
@@ -74,6 +75,7 @@ def from_pretrained(
         strict: whether the files must have all tensors of the model and no others. If not, it is as in transformers:
             missing ones, such as a new head, are drawn by the model's ``_init_weights``, the same on all ranks and for
             every number of them; others are ignored; a warning lists them.
+        invariant_blocks: as for :func:`tp_ext.auto.plan`: training has the same bits for every number of ranks.
         config_overrides: attributes of the configuration, such as ``attn_implementation="eager"``.
 
     Returns:
@@ -106,8 +108,10 @@ def from_pretrained(
         model, files, groups, left = call_on_all_ranks(
             ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states)
         )
-        plan = call_on_all_ranks(ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel))
-        auto.apply(plan, model, parallel.name or None)
+        plan = call_on_all_ranks(
+            ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel, invariant_blocks)
+        )
+        auto.apply(plan, model, parallel.name or None, invariant_blocks=invariant_blocks)
         _allocate(model, where)
         entries = census(model).state()
         with torch.no_grad():
@@ -210,13 +214,16 @@ def _plan(
     p: int,
     hints: Mapping[str, str | P] | None,
     sequence_parallel: bool | str,
+    blocks: int | None,
 ) -> auto.Plan:
     """The plan of the model as it trains; as it infers, if its code then branches on random numbers (LayerDrop)."""
     arguments = example_of(model, p if sequence_parallel else 1) if example is None else example
-    options: dict[str, Any] = {"hints": hints, "sequence_parallel": sequence_parallel}
+    options: dict[str, Any] = {"hints": hints, "sequence_parallel": sequence_parallel, "invariant_blocks": blocks}
     try:
         return auto.plan(model.train(), arguments, p, **options)
-    except ValueError:
+    except ValueError as error:
+        if str(error).startswith("invariant_blocks"):
+            raise
         return auto.plan(model.eval(), arguments, p, **options)
 
 

@@ -15,6 +15,7 @@ from tp_ext import _ops
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import replaced
 from tp_ext.group import ParallelGroup
+from tp_ext.invariance import refuse_compiled, using_blocks
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.sampling import vocab_parallel_argmax
 
@@ -50,6 +51,7 @@ class ShardedLogits(Tensor):
 
     group: ParallelGroup
     sizes: tuple[int, ...]  # columns of each rank
+    blocks: int | None = None  # of tp_invariant
     gathers = 0
 
     @property
@@ -92,9 +94,9 @@ class ShardedLogits(Tensor):
 
 
 @functools.cache
-def logits_type(group: ParallelGroup, sizes: tuple[int, ...]) -> type[ShardedLogits]:
-    """The subclass for a group and lengths: a tensor keeps no attributes of its own through views."""
-    return type("ShardedLogits", (ShardedLogits,), {"group": group, "sizes": sizes})
+def logits_type(group: ParallelGroup, sizes: tuple[int, ...], blocks: int | None = None) -> type[ShardedLogits]:
+    """The subclass for a group, lengths and blocks: a tensor keeps no attributes of its own through views."""
+    return type("ShardedLogits", (ShardedLogits,), {"group": group, "sizes": sizes, "blocks": blocks})
 
 
 def local(x: Any) -> Any:
@@ -147,15 +149,16 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
     # Classes in another dim than the last, targets of probabilities and weights of classes need the full logits
     if plain.shape[:-1] != target.shape or target.is_floating_point() or any(value is not None for value in unusual):
         return NotImplemented
-    return vocab_parallel_cross_entropy(
-        plain.contiguous(),
-        target,
-        cls.group.name,
-        vocab_size=cls._vocab(),
-        ignore_index=arguments.get("ignore_index", -100),
-        label_smoothing=arguments.get("label_smoothing", 0.0),
-        reduction=arguments.get("reduction", "mean"),
-    )
+    with using_blocks(cls.blocks):
+        return vocab_parallel_cross_entropy(
+            plain.contiguous(),
+            target,
+            cls.group.name or None,
+            vocab_size=cls._vocab(),
+            ignore_index=arguments.get("ignore_index", -100),
+            label_smoothing=arguments.get("label_smoothing", 0.0),
+            reduction=arguments.get("reduction", "mean"),
+        )
 
 
 def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
@@ -163,7 +166,8 @@ def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -
     # Only the position over the vocabulary, as a tensor without that dim, has a sharded form
     if dim not in (-1, x.dim() - 1) or kwargs.get("keepdim") or len(args) > 2:
         return NotImplemented
-    return vocab_parallel_argmax(local(x).contiguous(), cls.group.name, vocab_size=cls._vocab())
+    with using_blocks(cls.blocks):
+        return vocab_parallel_argmax(local(x).contiguous(), cls.group.name or None, vocab_size=cls._vocab())
 
 
 def _view(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
@@ -187,6 +191,9 @@ def _same(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> 
 
 
 def _pointwise(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
+    # With a factor their last elements are rounded otherwise in bf16, at another place on each number of ranks
+    if cls.blocks is not None and kwargs.get("alpha", 1) != 1:
+        return NotImplemented
     start, plain = sum(cls.sizes[: cls.group.rank]), local(x)
 
     def columns(value: Any) -> Any:
@@ -251,11 +258,14 @@ class ShardLogits:
 
     group: ParallelGroup
     sizes: tuple[int, ...]
+    blocks: int | None = None
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
+            if self.blocks is not None:
+                refuse_compiled()
             return _ops.gather_from_region(output, self.group.name, -1, list(self.sizes))
-        return output.as_subclass(logits_type(self.group, self.sizes))
+        return output.as_subclass(logits_type(self.group, self.sizes, self.blocks))
 
 
 @dataclass

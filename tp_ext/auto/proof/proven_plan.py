@@ -188,7 +188,7 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
     ) -> Planner:
         record = traced(model, example, rules)
         tokens = POSSIBLE if planner.proves_tokens else False
-        part = Planner(model, example, p, record, {}, None, tokens, only)
+        part = Planner(model, example, p, record, {}, None, tokens, only, planner.blocks)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         return part
 
@@ -212,7 +212,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
     attention and its random calls, so that masks are the same numbers; every shard is whole."""
     roles = {n: role for n, role in plan.roles.items() if role == "attention" or isinstance(modules[n], nn.Linear)}
     shardings = {
-        name: Sharding(sharding.dim, [replace(part, copies=1, groups=1) for part in sharding.parts])
+        name: Sharding(sharding.dim, [replace(part, copies=1, groups=1, blocks=0) for part in sharding.parts])
         for name, sharding in plan.shardings.items()
         if name.rpartition(".")[0] in roles
     }
@@ -238,6 +238,8 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
         outputs=[replace(output, local=output.shape, state="replicated") for output in plan.outputs],
         tokens=[],
         whole_tokens={},
+        invariant_blocks=None,
+        functions=[],
     )
 
 

@@ -75,6 +75,7 @@ class Step:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_loss: bool = False
+    function: Any = None  # that code called, of which the operator is a part
 
     @property
     def line(self) -> str:
@@ -123,6 +124,7 @@ class Record:
         self.modules = [""]  # those whose forward runs now
         self.running: list[ModuleCall] = []  # their calls
         self.paused = False
+        self.function: Any = None  # the call from Python that runs
         self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
         self.numbers: list[str] = []  # lines of code that read a parameter or buffer as a number
 
@@ -159,6 +161,7 @@ class Record:
             args=op.args,
             kwargs=op.kwargs,
             is_loss=is_loss,
+            function=self.function,
         )
         self.steps.append(step)
         for tensor in op.outputs:

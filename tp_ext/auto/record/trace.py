@@ -114,8 +114,10 @@ class _Calls(TorchFunctionMode):
         whole = WHOLE_CALLS.get(func)
         if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
             return answer
+        record.function = func
         if record.paused or record.is_examined or whole is None:
             result = func(*args, **kwargs)
+            record.function = None
             if not record.paused and not record.is_examined:
                 self.log(func, result)
             return result

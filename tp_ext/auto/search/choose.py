@@ -18,6 +18,7 @@ from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, contains, majors
 from tp_ext.auto.record.edits import Factor
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import LOOK_UPS
+from tp_ext.invariance import units_of_rank
 from tp_ext.sharding import Part, Sharding
 
 SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth
@@ -38,11 +39,13 @@ class Decision:
     """An atom to be sharded over p ranks, and the parameters that it shards, by name.
 
     ``group``: the atom sharded further where ``atom`` has fewer elements than ranks: the query heads of each KV head.
+    ``blocks``: those of ``tp_invariant`` that the atom is cut into; 0: it is not cut so.
     """
 
     atom: Atom
     p: int
     group: Atom | None = None
+    blocks: int = 0
     parameters: dict[str, Cut] = field(default_factory=dict)
 
     @property
@@ -51,6 +54,9 @@ class Decision:
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         """Lengths of the sharded atoms on a rank."""
+        if self.blocks:
+            start, stop = units_of_rank(self.atom.size, self.blocks, rank, self.p)
+            return {self.atom: stop - start}
         if self.group is None:
             return {self.atom: self.atom.size // self.p + (rank < self.atom.size % self.p)}
         holders = self.p // self.atom.size
@@ -68,7 +74,7 @@ class Decision:
         if major.atom is not self.atom:  # a part that all ranks hold: k and v of multi-query attention
             return Part(size, unit=size, copies=self.p)
         if self.group is None:
-            return Part(size, unit=major.unit)
+            return Part(size, unit=major.unit, blocks=self.blocks)
         # Query heads are divided among the holders of their KV head, which all hold its k and v
         if major.inner and major.inner[0] is self.group:
             return Part(size, unit=major.unit // self.group.size, groups=self.atom.size)
@@ -92,17 +98,18 @@ class Decision:
 
     def saved(self) -> float:
         """Elements that a rank does not hold."""
-        return sum(cut.tensor.numel() for cut in self.parameters.values()) * (1 - 1 / self.p)
+        # With blocks one rank, too, makes the decisions of several
+        return sum(cut.tensor.numel() for cut in self.parameters.values()) * (1 - 1 / max(self.p, 2))
 
 
-def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> list[Decision]:
+def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool], blocks: int = 0) -> list[Decision]:
     """All candidates, with the parameters that each would shard; ``may_shard(name, dim)``: whether hints allow it."""
     by_sharded_atom: dict[Atom, Decision] = {}
     by_atom = _majors_by_atom(record)
     for id_, (name, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
             for major in majors(label) if may_shard(name, dim) else ():
-                decision = by_sharded_atom.get(major.atom) or _decision(major.atom, p, by_atom)
+                decision = by_sharded_atom.get(major.atom) or _decision(major.atom, p, by_atom, blocks)
                 if decision is None:
                     continue
                 by_sharded_atom[major.atom] = decision
@@ -114,7 +121,8 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
     # must not have its atoms there
     for decision in by_sharded_atom.values():
         for name, cut in list(decision.parameters.items()):
-            if 2 * sum(part.size for part in cut.sharding.parts if part.copies < p) < cut.sharding.size:
+            held_once = (part.size for part in cut.sharding.parts if part.copies < max(p, 2))
+            if 2 * sum(held_once) < cut.sharding.size:
                 del decision.parameters[name]  # most of it would be on every rank
     where = _occurrences(record)
     contracted = _contracted_by_atom(record)
@@ -123,6 +131,7 @@ def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool]) -> 
         for atom, decision in by_sharded_atom.items()
         if decision.parameters
         and _is_consistent(decision, where)
+        and not (blocks and any(part.blocks == 0 for c in decision.parameters.values() for part in c.sharding.parts))
         and not any(part.copies > 1 for dim in contracted.get(atom, ()) for part in decision.parts(dim) or ())
     ]
 
@@ -192,10 +201,14 @@ def _majors_by_atom(record: Record) -> dict[Atom, list[Major]]:
     return by_atom
 
 
-def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]]) -> Decision | None:
+def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]], blocks: int) -> Decision | None:
     """The decision to shard an atom; None if it is pinned, or has fewer elements than ranks and no group to shard."""
     if atom.pinned:
         return None
+    if blocks:  # a rank without any unit has no local forward
+        decision = Decision(atom, p, blocks=blocks)
+        is_held = atom.size > 1 and all(decision.sizes(rank)[atom] for rank in range(p))
+        return decision if is_held else None
     if atom.size >= p:
         return Decision(atom, p)
     # Each KV head needs the same number of holders
@@ -214,6 +227,7 @@ def choose(
     may_shard: Callable[[str, int], bool],
     memory_budget: float | None = None,
     small_tables_whole: bool = True,
+    blocks: int = 0,
 ) -> list[Decision]:
     """Chooses the decisions that leave the fewest bytes on a rank, no parameter sharded twice.
 
@@ -222,7 +236,9 @@ def choose(
     Raises:
         ValueError: more bytes of parameters than ``memory_budget`` stay on a rank.
     """
-    candidates = decisions(record, p, may_shard)
+    if p == 1 and not blocks:
+        return []
+    candidates = decisions(record, p, may_shard, blocks)
     total = sum(tensor.numel() for _, tensor in record.parameters.values())
     tables = {id(step.inputs[0]) for step in record.steps if step.name in LOOK_UPS}
 

@@ -67,6 +67,7 @@ class Finder:
         self.tokens = tokens
         self.record, self.chosen, self.roles, self.whole_heads, self.cut = record, chosen, roles, whole_heads, cut
         self.atoms = [atom for decision in chosen for atom in decision.sharded]
+        self.in_blocks = any(decision.blocks for decision in chosen)
         self.by_id = {id(t): t for t in record.kept}
         self.sharded = {i for i, t in self.by_id.items() if carries(record, t, self.atoms)}
         self.sums = PartialSums(record, self.atoms, roles, self.sharded)
@@ -185,8 +186,8 @@ class Finder:
 
     def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
         """The type of the gradient that an operator gives one of its inputs."""
-        # Each rank gets the complete gradient of its columns: the loss communicates in forward alone
-        if step.is_loss:
+        # Each rank gets the complete gradient of its columns; a column layer in blocks sums that of its input itself
+        if step.is_loss or (self.in_blocks and self.roles.get(step.module) == "column"):
             return COMPLETED
         if self.tokens is not None and step.place in self.tokens.steps:
             return frozenset({SHARDS})

@@ -32,7 +32,7 @@ from tp_ext.auto.record.trace import Arguments
 from tp_ext.auto.search import picture
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass
@@ -66,6 +66,9 @@ class Plan:
             (:class:`~tp_ext.auto.record.edits.SizeCall`): one list for all ranks, or one for each.
         direct: modules whose ``forward`` the model's code calls by name; the hooks of the plan run then, too.
         direct_calls: the conversions of calls of modules by other code than the model's forward.
+        invariant_blocks: those of :func:`tp_ext.tp_invariant` into which sharded dims are cut; None: not cut so.
+        functions: with blocks: modules in whose calls functions of torch are replaced by some whose result does not
+            depend on the shard.
     """
 
     p: int
@@ -95,6 +98,8 @@ class Plan:
     direct: list[str] = field(default_factory=list)
     sizes: dict[str, list[list[SizeCall]]] = field(default_factory=dict)
     direct_calls: list[DirectCall] = field(default_factory=list)
+    invariant_blocks: int | None = None
+    functions: list[str] = field(default_factory=list)
 
     @property
     def fingerprint(self) -> str:

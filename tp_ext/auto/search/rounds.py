@@ -21,6 +21,7 @@ from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
 from tp_ext.auto.search.hints import hint_of
+from tp_ext.auto.search.in_blocks import plan_in_blocks
 from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
@@ -31,7 +32,7 @@ from tp_ext.auto.search.sliced_constants import VIEWS
 from tp_ext.auto.search.token_search import find_tokens
 from tp_ext.auto.search.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.mesh_program.partition_spec import P
-from tp_ext.sharding import Sharding, split_sizes
+from tp_ext.sharding import Part, Sharding, split_sizes
 
 MAX_ROUNDS = 40  # each replicates one more parameter and decides again
 POSSIBLE = "possible"  # sequence_parallel of parts of a model: sharded tokens where they can be, no error if nowhere
@@ -71,14 +72,14 @@ class Planner:
         budget: float | None,
         sequence_parallel: bool | str,
         only: Mapping[str, int] | None = None,
+        blocks: int | None = None,
     ) -> None:
         self.only = only  # the parameters that may be sharded, with the dim; None: all
         self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
-        self.proves_tokens = bool(sequence_parallel)
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
-        self.model, self.example, self.p = model, example, p
-        self.record, self.hints, self.budget = record, hints, budget
-        self.sequence_parallel = sequence_parallel
+        self.model, self.example, self.p, self.record = model, example, p, record
+        self.hints, self.budget, self.blocks = hints, budget, blocks  # blocks: of tp_invariant
+        self.sequence_parallel, self.proves_tokens = sequence_parallel, bool(sequence_parallel)
         self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
         self.modules = dict(model.named_modules(remove_duplicate=False))
         names: dict[int, list[str]] = {}
@@ -148,7 +149,7 @@ class Planner:
             raise ValueError(f"{reason}: a dim of {length(dim)} cannot be sharded: {why}")
 
     def state(self) -> State:
-        decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None) if self.p > 1 else []
+        decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None, self.blocks or 0)
         # A parameter belongs to one decision: no two of those chosen share one
         cut = {name: decision for decision in decisions for name in decision.parameters}
         cuts = {name: cut_ for decision in decisions for name, cut_ in decision.parameters.items()}
@@ -166,7 +167,7 @@ class Planner:
         heads_atoms = {atom for head in heads_found for atom in head.sharded}
         for decision in decisions:
             for cut_ in decision.parameters.values() if decision.atom in heads_atoms else ():
-                cut_.sharding = Sharding(cut_.sharding.dim, [cut_.sharding.size])
+                cut_.sharding = Sharding(cut_.sharding.dim, [Part(cut_.sharding.size, blocks=self.blocks or 0)])
         heads = [
             alias.rpartition(".")[0]
             for name, decision in cut.items()
@@ -355,8 +356,7 @@ class Planner:
         return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
-        """Shards tokens until gradients and proof accept; adds what they refuse to ``bans`` before each new attempt."""
-        # Each attempt bans more. At the end, or after too many attempts, all tokens stay whole
+        """Shards tokens until gradients and proof accept; each attempt bans more, and at the end all stay whole."""
         for _ in range(MAX_ROUNDS):
             tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
             if not tokens.sources:
@@ -424,7 +424,7 @@ class Planner:
             direct=self.record.direct,
         )
         plan.direct_calls = direct_calls(state.finder, plan.edited(), plan.local())
-        return plan
+        return plan_in_blocks(plan, state.finder, self.modules, self.blocks) if self.blocks else plan
 
     def outputs(self, state: State) -> list[Output]:
         summed = {partial.module for partial in state.flow.sums} | {
@@ -438,7 +438,7 @@ class Planner:
 
     def reason(self, name: str, state: State) -> str:
         """Returns why a parameter stays whole."""
-        if self.p == 1:
+        if self.p == 1 and not self.blocks:
             return "p = 1"
         # First: the dims of a parameter that a round has left whole do not show why
         if name in self.why:

@@ -1,0 +1,75 @@
+"""Models of transformers with the same bits for every number of ranks, from their files to their files."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import tp_ext
+from tests.helpers.one_plan import run
+from tests.helpers.ranks import run_fresh
+from tp_ext import huggingface
+from tp_ext.group import parallel_group
+
+transformers.utils.logging.disable_progress_bar()
+VOCAB = 101
+
+
+def _folder(path: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=100,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        eos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="60KB")
+    return path
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    """Those of the weights; `transformers` writes other configurations for models that have been read."""
+    return {file.name: file.read_bytes() for file in path.glob("*.safetensors*")}
+
+
+def _trained(group: Any, path: Path, to: Path) -> Any:
+    """Three steps of AdamW with clipping; the files before and after."""
+    rank, numbers = parallel_group(group).rank, []
+    model = huggingface.from_pretrained(path, group=group, invariant_blocks=8)
+    for folder in (to / "read", to / "trained"):
+        if rank == 0:
+            folder.mkdir(parents=True)
+    huggingface.save_pretrained(model, to / "read", max_shard_size="60KB")
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        ids = torch.randint(VOCAB, (2, 13), generator=generator)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norm = tp_ext.clip_grad_norm_(model, 0.5)
+        numbers += [loss.item().hex(), norm.item().hex()]
+        optimizer.step()
+        optimizer.zero_grad()
+    huggingface.save_pretrained(model, to / "trained", max_shard_size="60KB")
+    assert model.tp_ext_plan.invariant_blocks == 8
+    return numbers, tp_ext.debug.sha256(model, optimizer)
+
+
+def test_a_llama_trains_to_the_same_bits(tmp_path: Path) -> None:
+    path = _folder(tmp_path / "model")
+    expected = run_fresh(_trained, None, path, tmp_path / "1")
+    for p in (2, 3, 4):
+        assert run(_trained, p, path, tmp_path / str(p), timeout=180) == [expected] * p, p
+    dense = transformers.LlamaForCausalLM.from_pretrained(path)
+    dense.save_pretrained(tmp_path / "as_it_was", max_shard_size="60KB")
+    trained = _files(tmp_path / "1" / "trained")
+    assert trained != _files(tmp_path / "as_it_was")
+    for p in (1, 2, 3, 4):
+        assert _files(tmp_path / str(p) / "read") == _files(tmp_path / "as_it_was"), p
+        assert _files(tmp_path / str(p) / "trained") == trained

@@ -1,0 +1,230 @@
+"""Functions of torch in models applied with ``invariant_blocks``: replaced where their bits depend on the shard.
+
+torch's SiLU, GELU and sigmoid take another path for the last elements of a tensor; its batched products and the
+backward of its softmax depend on the other heads or on the number of threads. A function mode replaces them in the
+calls of the modules that a plan lists, on replicated tensors, too, which are the same for every number of ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tp_ext import _ops
+from tp_ext.auto.modules.random_draws import CHECKPOINT
+from tp_ext.auto.search.in_blocks import REPLACED
+from tp_ext.invariance import refuse_compiled
+from tp_ext.nn.attention.scaled_dot_product import explicit_attention
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+class BlockFunctions(TorchFunctionMode):
+    """Replaces the functions of :data:`REPLACED` in the calls of the modules of a model, whose hooks share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[nn.Module] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "running": []}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        replacement = REPLACEMENTS.get(func)
+        kwargs = kwargs or {}
+        # Sharded logits answer themselves: they gather their columns for these functions
+        if replacement is None or not args or type(args[0]) not in PLAIN or not args[0].is_floating_point():
+            return func(*args, **kwargs)
+        self.check_is_recomputed()
+        return replacement(func, *args, **kwargs)
+
+    def check_is_recomputed(self) -> None:
+        """Raises a RuntimeError if the call is in a checkpoint within the forward of its module: what that recomputes
+        has no hooks of the module, and would call torch's own function."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self.running[-1]:
+                return
+            if code.co_filename.endswith(CHECKPOINT):
+                raise RuntimeError(
+                    f"torch.utils.checkpoint inside of the forward of {type(self.running[-1]).__name__} cannot be "
+                    "followed with invariant_blocks; checkpoint modules, not functions inside of their forward"
+                )
+            frame = frame.f_back
+
+    def begin(self, module: nn.Module) -> None:
+        refuse_compiled()
+        if not self.running:
+            self.__enter__()
+        self.running.append(module)
+
+    def end(self) -> None:
+        self.running.pop()
+        if not self.running:
+            self.__exit__(None, None, None)
+
+
+def _lowered(*tensors: Tensor) -> list[Tensor]:
+    """The operands of a product as autocast gives them to torch's."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.dtype != torch.float64 else t for t in tensors]
+
+
+class _Expanded(torch.autograd.Function):
+    """``expand`` of one dim of length 1, whose gradients are added in their order, in fp32 (fp64 for fp64): torch's sum
+    has another order for some shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, n: int) -> Tensor:
+        ctx.dim = dim
+        return x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        first, *rest = grad.unbind(ctx.dim)
+        total = first.float() if first.element_size() < 4 else first
+        for each in rest:
+            total = total + each
+        return total.to(grad.dtype).unsqueeze(ctx.dim), None, None
+
+
+def _expanded(x: Tensor, shape: Sequence[int]) -> Tensor:
+    x = x[(None,) * (len(shape) - x.dim())]
+    for dim, n in enumerate(shape):
+        if x.shape[dim] == 1 and n > 1:
+            x = _Expanded.apply(x, dim, n)
+    return x
+
+
+def _expand(func: Any, input: Tensor, *sizes: Any, **options: Any) -> Tensor:
+    if options or not (input.requires_grad and torch.is_grad_enabled()):
+        return func(input, *sizes, **options)
+    shape = sizes[0] if isinstance(sizes[0], list | tuple) else sizes
+    return func(input, *sizes) if 0 in shape else _expanded(input, shape)
+
+
+def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
+    y: Tensor = _ops.bias_act(input.contiguous(), None, "silu")
+    return input.copy_(y) if inplace else y
+
+
+def _gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
+    return _ops.bias_act(input.contiguous(), None, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def _sigmoid(func: Any, input: Tensor) -> Tensor:
+    wide = input.float() if input.element_size() < 4 else input
+    return (torch.tanh(wide * 0.5) * 0.5 + 0.5).to(input.dtype)
+
+
+def _matmul(func: Any, input: Tensor, other: Tensor) -> Tensor:
+    if input.dim() < 3 or other.dim() < 3:
+        return func(input, other)
+    a, b = _lowered(input, other)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (_expanded(t, [*batch, *t.shape[-2:]]).flatten(0, -3) for t in (a, b))
+    return _ops.block_bmm(a, b).unflatten(0, batch)
+
+
+def _softmax(func: Any, input: Tensor, dim: int | None = None, *rest: Any, **options: Any) -> Tensor:
+    dtype = options.get("dtype", rest[-1] if rest and isinstance(rest[-1], torch.dtype) else None)
+    if dim not in (-1, input.dim() - 1) or input.dim() < 2:
+        return func(input, dim, *rest, **options)
+    if dtype is None and torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
+        dtype = torch.float32
+    x = input if dtype is None else input.to(dtype)
+    return _ops.block_softmax(x.reshape(-1, *x.shape[-2:]), False).view(x.shape)
+
+
+def _attention(
+    func: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if dropout_p or query.dim() != 4 or (is_causal and attn_mask is not None):
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    query, key, value = _lowered(query, key, value)
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    share = query.shape[1] // key.shape[1] if enable_gqa else 1
+    if share > 1:
+        key, value = (_Expanded.apply(t.unsqueeze(2), 2, share).flatten(1, 2) for t in (key, value))
+    if _is_fused(query, key, value, attn_mask):
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        attn_mask = (
+            attn_mask.expand(*attn_mask.shape[-4:])
+            if attn_mask.dim() == 4
+            else attn_mask[(None,) * (4 - attn_mask.dim())]
+        )
+    return explicit_attention(
+        query, key, value, attn_mask, scale=scale, softcap=None, blind=attn_mask is not None, by_head=True
+    )
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """True if torch computes each head by itself, by a fused kernel."""
+    has_mask_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    lengths = query.shape[2] and key.shape[2]
+    strides = {t.stride(-1) for t in (query, key, value)}
+    return bool(lengths) and query.shape[3] == value.shape[3] and strides == {1} and not has_mask_gradient
+
+
+_BY_NAME: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _attention, "silu": _silu, "gelu": _gelu, "sigmoid": _sigmoid, "bmm": _matmul,
+    "_softmax": _softmax, "expand": _expand,
+}  # fmt: skip
+REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
+    function: _BY_NAME[name] for name, functions in REPLACED.items() for function in functions
+}
+
+
+@dataclass
+class BeginFunctions:
+    """A forward pre-hook: functions are replaced while the module's forward runs."""
+
+    functions: BlockFunctions
+    is_needed_in_stages = True
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.functions.begin(module)
+
+
+@dataclass
+class EndFunctions:
+    """The forward hook that ends :class:`BeginFunctions`, also after an exception."""
+
+    functions: BlockFunctions
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        # After an exception of an earlier hook no call has begun
+        if self.functions.running and self.functions.running[-1] is module:
+            self.functions.end()
+
+
+def register_functions(model: nn.Module, names: list[str]) -> None:
+    """Registers the hooks of the modules whose functions are replaced, outside of those of random calls: attention with
+    dropout is made of products and a softmax, which this replaces."""
+    functions = BlockFunctions()
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(BeginFunctions(functions), prepend=True)
+        module.register_forward_hook(EndFunctions(functions), always_call=True)

@@ -1,0 +1,176 @@
+"""Which plans have the same bits for every number of ranks: what is computed on shards must not depend on their cut.
+
+With ``invariant_blocks`` the sharded dims are cut into the blocks of :func:`tp_ext.tp_invariant`. Linear layers and the
+cross entropy over a vocabulary sum by one tree over the blocks. What else works on shards is allowed if it moves
+elements, or computes each of them by itself with the same bits wherever it lies; some functions of torch are replaced
+by others for that. Anything else is refused by name, by the plan and so on every rank alike, before any collective."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tp_ext.auto.record.dims import Atom
+from tp_ext.auto.record.edits import DirectCall
+from tp_ext.auto.record.record import MEMORY_VIEWS, Step
+from tp_ext.auto.search.choose import carries
+from tp_ext.auto.search.gradient_types import PARTIAL
+from tp_ext.auto.search.localize import is_conv1d
+
+if TYPE_CHECKING:
+    from tp_ext.auto.search.flow import Finder
+    from tp_ext.auto.search.plans import Plan
+
+MOVING = MEMORY_VIEWS | {
+    "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "flip", "roll", "zeros_like",
+    "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "fill", "zero",
+    "constant_pad_nd", "tril", "triu", "lift_fresh", "narrow", "flatten", "unflatten", "movedim",
+}  # fmt: skip
+# Measured in fp32, fp64 and bf16, forward and backward, on slices of rows: torch's kernels gave the same bits, and
+# others for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16
+EXACT = {
+    "add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "tanh", "exp", "erf", "sqrt", "square", "pow", "sin",
+    "cos", "log", "log1p", "reciprocal", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardswish", "leaky_relu",
+    "threshold", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and",
+    "bitwise_not", "bitwise_and", "maximum", "minimum", "sign", "dropout",
+}  # fmt: skip
+SCALED = {"add", "sub", "rsub"}  # with alpha their last elements are rounded otherwise in bf16
+POWERS = (2, 3)
+REPLACED: dict[str, set[Any]] = {
+    "scaled_dot_product_attention": {F.scaled_dot_product_attention},
+    "silu": {F.silu},
+    "gelu": {F.gelu},
+    "sigmoid": {torch.sigmoid, Tensor.sigmoid},
+    "bmm": {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm},
+    "_softmax": {F.softmax, torch.softmax, Tensor.softmax},
+    "expand": {Tensor.expand},
+}
+"""Operators whose result depends on the shard or the number of threads -> the functions that are replaced in calls of
+the model (:mod:`tp_ext.auto.modules.block_functions`)."""
+
+
+def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module], blocks: int) -> Plan:
+    """Returns the plan with its blocks and the modules in which functions are replaced.
+
+    Raises:
+        ValueError: it computes something whose bits depend on the number of ranks; with the module and the operator.
+    """
+    check = _Check(finder)
+    check.layers(plan.roles, modules)
+    check.sums()
+    for step in check.steps_on_shards(plan.roles):
+        if text := _dependence(step) or check.broadcast(step):
+            check.refuse(step.module, text, (*step.inputs, *step.outputs))
+    functions = {step.module for step in finder.record.steps if _base(step) in REPLACED}
+    functions |= {draw.module for draw in plan.draws} | {draw.caller for draw in plan.draws if draw.caller is not None}
+    return replace(
+        plan,
+        invariant_blocks=blocks,
+        functions=sorted(functions),
+        direct_calls=list(map(_without_sums, plan.direct_calls)),
+    )
+
+
+def whole_advice(name: str) -> str:
+    """How a parameter is left whole, in all layers."""
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    return f"hints={{{pattern!r}: 'whole'}} leaves it whole for every number of ranks"
+
+
+class _Check:
+    """Refuses what a plan computes with other bits for other numbers of ranks."""
+
+    def __init__(self, finder: Finder) -> None:
+        self.finder, self.record = finder, finder.record
+
+    def refuse(self, module: str, text: str, operands: Iterable[Tensor] = (), atoms: Collection[Atom] = ()) -> None:
+        """Raises ValueError, with a parameter to leave whole: one that the operands or the atoms shard."""
+        operands = list(operands)
+        for decision in self.finder.chosen:
+            if set(decision.sharded) & set(atoms) or any(carries(self.record, t, decision.sharded) for t in operands):
+                advice = whole_advice(next(iter(decision.parameters)))
+                break
+        else:
+            advice = "hints must leave what it reads whole"
+        raise ValueError(
+            f"invariant_blocks: {module or 'the model'} {text}: its bits would depend on the ranks; {advice}"
+        )
+
+    def layers(self, roles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
+        for name, role in roles.items():
+            module = modules[name]
+            if role == "attention" or not (isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)):
+                own = [t for n, t in self.record.parameters.values() if n.startswith(f"{name}.")]
+                self.refuse(name, f"is a sharded {type(module).__name__}, which has no form in blocks", own)
+
+    def sums(self) -> None:
+        """Refuses sums of one term of each rank, which layers in blocks do not make."""
+        finder, record = self.finder, self.record
+        for partial in finder.flow.sums:
+            ids = [id_ for id_, module in finder.partial.items() if module == partial.module]
+            atoms = frozenset[Atom]().union(*(finder.sums.blame.get(id_, frozenset()) for id_ in ids))
+            self.refuse(partial.module, "returns a sum of one term of each rank", atoms=atoms)
+        names = {id_: name for id_, (name, _) in record.parameters.items()}
+        for copy, tensor in zip(finder.flow.copies, finder.flow.copied, strict=True):
+            if id(tensor) in record.differentiable:
+                uses = [place for place, types in finder.used.get(id(tensor), ()) if PARTIAL in types]
+                used = f" in {record.steps[uses[0]].reason}" if uses else ""
+                text = f"has a gradient that is a sum of one term of each rank{used}"
+                self.refuse(names.get(id(tensor), copy.module), text, atoms=finder.blamed(uses))
+
+    def broadcast(self, step: Step) -> str:
+        """What of an operator sums the gradient of a tensor over the elements to which it is broadcast; "": nothing."""
+        if _base(step) not in EXACT:
+            return ""
+        size = max(tensor.numel() for tensor in step.outputs)
+        is_summed = any(id(t) in self.record.differentiable and t.numel() < size for t in step.inputs)
+        return f"broadcasts a tensor in {step.reason} on shards, and sums its gradient" if is_summed else ""
+
+    def steps_on_shards(self, roles: Mapping[str, str]) -> Iterator[Step]:
+        """The operators on shards outside of layers. Logits keep their full shape for the model's code, which gathers
+        them for other functions than those of tp_ext."""
+        inside = [atom for atom in self.finder.atoms if atom not in self.finder.whole_heads]
+        for step in self.record.steps:
+            if step.module in roles or step.is_loss:
+                continue
+            if any(carries(self.record, tensor, inside) for tensor in (*step.inputs, *step.outputs)):
+                yield step
+
+
+def _base(step: Step) -> str:
+    return step.name if step.name in REPLACED else step.name.removesuffix("_")
+
+
+def _dependence(step: Step) -> str:
+    """What of an operator on shards would depend on their cut; "": nothing."""
+    name, last, scaled = _base(step), step.inputs[0].dim() - 1, step.kwargs.get("alpha", 1) != 1
+    if name in REPLACED:
+        if name == "scaled_dot_product_attention":
+            return "" if last == 3 else f"computes {step.reason} on shards that are not 4-D"
+        # An operator inside of another function, such as einsum, is not replaced
+        is_view = name == "expand" and step.outputs[0].numel() == step.inputs[0].numel()
+        if not is_view and step.function not in REPLACED[name] | (REPLACED["bmm"] if name == "expand" else set()):
+            called = getattr(step.function, "__name__", "code without a function of torch")
+            return f"computes {step.reason} on shards by {called}"
+        is_last = name != "_softmax" or step.args[1] in (-1, last)
+        return "" if is_last else f"computes {step.reason} on shards over another dim than the last"
+    exponent = step.args[1] if len(step.args) > 1 else None
+    odd_power = name == "pow" and (isinstance(exponent, Tensor) or exponent not in POWERS)
+    rounded = name == "div" and step.kwargs.get("rounding_mode") is not None
+    if name in MOVING | EXACT and not (odd_power or rounded or (scaled and name in SCALED)):
+        return ""
+    return f"computes {step.reason} on shards{' with alpha' if scaled else ''}"
+
+
+def _without_sums(direct: DirectCall) -> DirectCall:
+    """A direct call, refused if it would add terms of the ranks, or slices of them."""
+    if not (direct.sums or direct.copies or direct.partial or direct.slices):
+        return direct
+    text = "it would add one term of each rank, with invariant_blocks"
+    return replace(direct, slices=(), sums=(), gathers=(), copies=(), partial=(), dims=(), refused=text)
