@@ -81,10 +81,12 @@ def _plan(model: nn.Module, p: int, **options: Any) -> auto.Plan:
     return auto.plan(model, (ids, ids), p, **{"invariant_blocks": 8, "prove": "shapes", **options})
 
 
-def _trained(group: Any, plan: auto.Plan, steps: int = 2, threads: int = 1, **options: Any) -> Any:
+def _trained(
+    group: Any, plan: auto.Plan, steps: int = 2, threads: int = 1, blocks: int | None = None, **options: Any
+) -> Any:
     torch.set_num_threads(threads)
     tp_ext.manual_seed(3)
-    model = auto.apply(plan, _model(**options), group)
+    model = auto.apply(plan, _model(**options), group, invariant_blocks=blocks)
     optimizer, numbers = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for ids, labels in _batches(steps):
         loss = model(ids, labels)
@@ -117,12 +119,13 @@ def test_the_same_bits_for_every_number_of_ranks(case: str) -> None:
     run_fresh(_same_bits, CASES[case])
 
 
-def _on_ranks(group: Any) -> Any:
-    return _trained(group, _plan(_model(), tp_ext.group.parallel_group(group).size))
+def _on_ranks(group: Any, of_plan: int | None, of_apply: int | None) -> Any:
+    plan = _plan(_model(), tp_ext.group.parallel_group(group).size, invariant_blocks=of_plan)
+    return _trained(group, plan, blocks=of_apply)
 
 
-def test_on_processes() -> None:
-    assert run(_on_ranks, 2) == [run_fresh(_on_ranks, None)] * 2
+def test_on_processes_by_a_plan_with_blocks_and_one_without() -> None:
+    assert run(_on_ranks, 2, None, 8) == [run_fresh(_on_ranks, None, 8, None)] * 2
 
 
 def _values() -> None:
@@ -228,9 +231,8 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="invariant_blocks: 0 "):
         _plan(model, 2, invariant_blocks=0)
     plan = _plan(model, 1)
-    for of_plan, blocks in ((plan, 4), (_plan(model, 1, invariant_blocks=None), 8)):
-        with pytest.raises(ValueError, match=f"invariant_blocks: {blocks} must be that of the plan"):
-            auto.apply(of_plan, model, None, invariant_blocks=blocks)
+    with pytest.raises(ValueError, match="invariant_blocks: 4 must be that of the plan"):
+        auto.apply(plan, model, None, invariant_blocks=4)
     with pytest.raises(RuntimeError, match="MKL_CBWR"):  # which this process does not have
         auto.apply(plan, model, None)
 

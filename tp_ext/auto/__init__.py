@@ -1,6 +1,6 @@
 """Tensor parallelism of unchanged models: a plan derived from one run on fake tensors, and its execution."""
 
-from tp_ext.auto.execute import apply
+from tp_ext.auto.apply_plan import apply
 from tp_ext.auto.planner import plan
 from tp_ext.auto.record.edits import Collective, Copy, Draw, Output, Slice, Sum, Tokens
 from tp_ext.auto.record.trace import constraint

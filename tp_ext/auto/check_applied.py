@@ -21,6 +21,7 @@ from tp_ext.model.layouts import layouts_of
 
 # Relative, of verify: sums have another order. Models in fp64 convert to fp32 inside
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+WHOLE_BY_HINT = "dim 0: hints"  # how the reason begins
 MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
 
 
@@ -28,7 +29,7 @@ def whole_matrices(plan: Plan) -> str:
     """A sentence on the share of the bytes of matrices that every rank holds, without those of hints; "" if small."""
     sizes = {name: math.prod(plan.shapes[name]) * size for name, size in plan.bytes_of_element.items()}
     matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
-    whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith("dim 0: hints")]
+    whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith(WHOLE_BY_HINT)]
     share = sum(matrices[name] for name in whole) / max(sum(matrices.values()), 1)
     if plan.p == 1 or share <= MAX_REPLICATED_SHARE:
         return ""

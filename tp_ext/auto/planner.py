@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.argument_checks import check_example, check_is_no_layer, check_plan_options, check_planned_model
+from tp_ext.auto.check_applied import WHOLE_BY_HINT
 from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
@@ -17,7 +18,7 @@ from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import check_hints, hint_of
 from tp_ext.auto.search.in_blocks import whole_advice
-from tp_ext.auto.search.plans import Plan
+from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
 from tp_ext.mesh_program.partition_spec import P
@@ -103,6 +104,21 @@ def plan(
     result.rules = dict(rules or {})
     _check_sharded(result, planner, hints, strict)
     return result
+
+
+def plan_in_blocks(of: Plan, model: nn.Module, blocks: int) -> Plan:
+    """Returns the plan of the same model and example with ``invariant_blocks``, for ``apply``: it may shard other dims,
+    the same for every number of ranks.
+
+    Raises:
+        ValueError: as :func:`plan`, or the plan does not keep its example.
+    """
+    if of.example is None:
+        raise ValueError("invariant_blocks: must be given to auto.plan, since this plan does not keep its example")
+    hints = {name: "whole" for name, reason in of.whole.items() if reason.startswith(WHOLE_BY_HINT)}
+    tokens = bool(of.tokens)
+    example = example_for(of, model)
+    return plan(model, example, of.p, hints=hints, rules=of.rules, sequence_parallel=tokens, invariant_blocks=blocks)
 
 
 def _decided(planner: Planner, prove: str | bool, rules: Mapping[str, Rule], budget: float) -> Plan:
