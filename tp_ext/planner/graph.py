@@ -45,6 +45,7 @@ class Node:
     flipped: bool = False  # the weight was transposed for the product
     bias: Value | None = None
     kind: str = ""  # linear, experts, look_up, attention; "": any other
+    core: tuple[Tensor, ...] = ()  # q, transposed k, and v of attention that is not fused
 
     @property
     def module(self) -> str:
@@ -66,6 +67,8 @@ class Graph:
             self.values[id_] = Value(tensor, parameter=name, depends=True)
         for step in record.steps:
             self._add(step, inputs)
+        for node in [node for node in self.nodes if node.step.name == "_softmax"]:
+            self._unfused(node)
 
     def root(self, tensor: Tensor) -> Tensor:
         """The tensor of which this one is a view, or that it equals."""
@@ -101,6 +104,10 @@ class Graph:
         if step.name == "cat" and len(read) == 1:  # with what an empty cache holds
             self._passed[id(step.outputs[0])] = read[0]
             return
+        # Fused attention writes its result in the order of tokens
+        if step.name == "clone" and (maker := self.maker.get(id(self.value(read[0])))) and maker.kind == "attention":
+            self._passed[id(step.outputs[0])] = read[0]
+            return
         if step.name == "dropout" and not _drops(step):
             self._passed[id(step.outputs[0])] = read[0]
             return
@@ -114,7 +121,7 @@ class Graph:
             self._look_up(node)
         elif step.name in PRODUCTS:
             self._product(node, read)
-        elif step.name.startswith(("scaled_dot_product", "multi_head_attention")):
+        elif step.name in ("scaled_dot_product_attention", "multi_head_attention"):
             node.kind = "attention"
         elif step.name == "add" and len(node.reads) == 2 and self._is_bias(node):
             self._passed[id(step.outputs[0])] = next(t for t in read if not self.value(t).parameter)
@@ -166,6 +173,45 @@ class Graph:
             return False
         product.bias = vector
         return True
+
+    def _unfused(self, softmax: Node) -> None:
+        """Makes one attention of a softmax between two products of activations, and what lies between them."""
+        scores, between = self._product_before(softmax)
+        value = softmax.makes[0]
+        while len(readers := self.readers.get(id(value), [])) == 1 and not readers[0].kind:
+            node = readers[0]
+            if node.step.name in PRODUCTS:
+                break
+            between.append(node)
+            value = node.makes[0]
+        if scores is None or len(readers) != 1 or readers[0].step.name not in PRODUCTS or readers[0].kind:
+            return
+        mixed = readers[0]
+        gone = {id(scores), id(softmax), *map(id, between)}
+        mixed.kind = "attention"
+        mixed.core = *scores.step.inputs[-2:], mixed.step.inputs[-1]
+        values = [self.value(t) for t in (*scores.step.inputs[-2:], mixed.step.inputs[-1])]
+        mixed.reads = list({id(value): value for value in values}.values())
+        mixed.parts = {id(value): scores.parts.get(id(value), mixed.parts.get(id(value), {})) for value in values}
+        for value in values:
+            self.readers[id(value)] = [*self.readers.get(id(value), ()), mixed]
+        self.nodes = [node for node in self.nodes if id(node) not in gone]
+        for id_, nodes in self.readers.items():
+            self.readers[id_] = [node for node in dict.fromkeys(nodes) if id(node) not in gone]
+
+    def _product_before(self, node: Node) -> tuple[Node | None, list[Node]]:
+        """The product of activations whose result a softmax reads, and the scales and masks in between."""
+        between: list[Node] = []
+        while True:
+            sources = [value for value in node.reads if value.per_token and value.depends and id(value) in self.maker]
+            if len(sources) != 1:
+                return None, between
+            node = self.maker[id(sources[0])]
+            if node.step.name in PRODUCTS:
+                return (None if node.kind else node), between
+            if node.kind:
+                return None, between
+            between.append(node)
 
     def sharded_atom(self, weight: Value, dim: int) -> Atom | None:
         """The slowest factor of a dim of a weight, if nothing needs it whole."""

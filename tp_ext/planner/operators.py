@@ -19,6 +19,7 @@ NOTHING = {"add", "sub", "rsub", "neg", "cat", "stack", "clone", "copy", "_to_co
            "repeat", "index", "index_select", "gather", "constant_pad_nd", "alias", "dropout", "embedding", "where",
            "masked_fill", "index_add", "scatter_add", "topk", "sort", "flip", "index_put", "zeros_like"}  # fmt: skip
 RESULT = {"exp", "tanh", "sigmoid", "relu", "sqrt", "rsqrt", "reciprocal", "_softmax", "_log_softmax"}
+GATHERS = {"index", "index_select", "gather"}  # each row is read as often as it occurs in the result
 ADDITIONS = {"add", "sub"}
 
 
@@ -57,6 +58,9 @@ class Operators:
         placed: list[tuple[float, Op]] = []
         linears = [node for node in nodes if node.kind == "linear"]
         attention = [node for node in nodes if node.kind == "attention"]
+        for node in attention:
+            if node.step.name == "multi_head_attention":
+                self._cut_heads(node)
         sharding = {id(node): self._sharding(node) for node in linears}
         merged = self._merged(linears, attention, sharding)
         cores = {id(node): self._attention(node, placed) for node in attention}
@@ -68,6 +72,7 @@ class Operators:
             op = self._linear(group, kind, cores.get(id(core)), head)
             placed.append((group[0].step.place, op))
         routed = self._experts([node for node in nodes if node.kind == "experts"], placed)
+        rows += [node for node in routed if id(self._input(node)) not in self.kept]
         kernels = [self._kernel(group) for group in self.graph.kernels(nodes)]
         self._kept_by_rows(rows, kernels, placed)
         for kernel in self._joined([kernel for kernel in kernels if kernel is not None], routed):
@@ -145,7 +150,7 @@ class Operators:
 
     def _projections(self, core: Node) -> set[Node]:
         found: set[Node] = set()
-        for tensor in core.step.inputs[:3]:
+        for tensor in core.core or core.step.inputs[:3]:
             found |= self.graph.linears_of(self.graph.value(tensor))
         return found
 
@@ -202,8 +207,8 @@ class Operators:
             keys, fused = scores.shape[-1], not call.get("need_weights", True)
             causal = bool(call.get("is_causal", False))
         else:
-            query, keyed, valued = step.inputs[:3]
-            key, value, keys = int(query.shape[-1]), int(valued.shape[-1]), keyed.shape[-2]
+            query, keyed, valued = node.core or step.inputs[:3]
+            key, value, keys = int(query.shape[-1]), int(valued.shape[-1]), int(valued.shape[-2])
             heads, fused = query.numel() // (self.tokens * key), step.name == "scaled_dot_product_attention"
             causal = bool(step.args[5] if len(step.args) > 5 else step.kwargs.get("is_causal", False))
             kv_heads = self._kv_heads(heads, key, value, query, keyed)
@@ -222,15 +227,17 @@ class Operators:
             placed.append((step.place - 0.5, self._in_projection(node, each)))
         return op
 
+    def _cut_heads(self, node: Node) -> None:
+        for value in node.reads:
+            if value.parameter and (atom := self.graph.sharded_atom(value, 0)) is not None:
+                self.units[atom] = int(node.step.outputs[1].shape[-3])
+
     def _in_projection(self, node: Node, each: dict[str, Any]) -> Op:
         """The linear of q, k and v inside of ``nn.MultiheadAttention``."""
         weights = [value for value in node.reads if value.parameter and value.tensor.dim() == 2]
         biases = [value for value in node.reads if value.parameter and value.tensor.dim() == 1]
         for value in (*weights, *biases):
             self.use(value)
-            atom = self.graph.sharded_atom(value, 0)
-            if atom is not None:
-                self.units[atom] = each["heads"]
         source = next(value for value in node.reads if not value.parameter)
         self.kept.discard(id(source))
         inputs, outputs = weights[0].tensor.shape[1], sum(value.tensor.shape[0] for value in weights)
@@ -261,7 +268,8 @@ class Operators:
             units = self.units.get(into if kind == "row" else out, 1)  # type: ignore[arg-type]
             routed: dict[str, Any] = {"experts": self.experts, "top_k": self.top_k}
             saved = inputs if kind == "column" else 0
-            self.kept.add(id(self._input(node)))
+            if kind == "column":
+                self.kept.add(id(self._input(node)))
             op = Op(kind, inputs, outputs, units=units, saved=saved, sharded=kind == "column", **routed)
             placed.append((node.step.place, op))
         return nodes
@@ -396,9 +404,13 @@ class Operators:
 def _elements(value: Value, nodes: list[Node]) -> int:
     """The elements of a value that operators read, each once."""
     parts: dict[int, int] = {}
+    copies = 0
     for node in nodes:
-        parts |= node.parts.get(id(value), {})
-    return min(value.size, sum(parts.values()))
+        if node.step.name in GATHERS and id(value) in node.parts:
+            copies = max(copies, node.makes[0].size)
+        else:
+            parts |= node.parts.get(id(value), {})
+    return max(copies, min(value.size, sum(parts.values())))
 
 
 def _read_by_backward(node: Node) -> list[Value]:

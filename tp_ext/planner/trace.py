@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tp_ext.model.module import ParallelModule
 from tp_ext.planner.workload import Block, Op, Workload
 
 REAL = 2  # blocks that run of those that are equal
@@ -56,6 +57,12 @@ def trace(
         raise TypeError(f"causal: {causal!r} must be True, False or None")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name: {name!r} must be text or None")
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelModule):
+            raise ValueError(
+                f"model: {path or 'the model'} is a {type(module).__name__}, whose operators are of this library: give the "
+                "plain model from which it is made, or use planner.transformer"
+            )
     names, alike = _blocks(model)
     with _stand_ins(model, names, alike) as fits:
         record = traced(model, example, {})
@@ -90,21 +97,32 @@ def _blocks(model: nn.Module) -> tuple[list[str], list[int]]:
             "must hold at least two modules of one class"
         )
     names = best[2]
-    signatures = [_signature(model.get_submodule(name), i) for i, name in enumerate(names)]
+    signatures = [_signature(model.get_submodule(name)) for name in names]
+    plain = [{key: value for _, _, values, _ in signature for key, value in values} for signature in signatures]
+    # What is the place of every block is its number, by which blocks differ that run alike
+    numbers = {
+        key
+        for key in plain[0]
+        if all(type(values.get(key, i)) is int and values.get(key, i) == i for i, values in enumerate(plain))
+    }
+    signatures = [
+        [(*kind, [row for row in values if row[0] not in numbers], tensors) for *kind, values, tensors in signature]
+        for signature in signatures
+    ]
     runs = [len(list(run)) for _, run in itertools.groupby(signatures)]
     starts = [0, *itertools.accumulate(runs)]
     return names, [start + min(i, REAL - 1) for start, run in zip(starts, runs, strict=False) for i in range(run)]
 
 
-def _signature(block: nn.Module, place: int) -> list[Any]:
-    """What blocks that run alike have in common: classes, shapes, and plain attributes but for their own number."""
+def _signature(block: nn.Module) -> list[Any]:
+    """What blocks that run alike have in common: of each module name, class, plain attributes and shapes."""
     signature: list[Any] = []
     for name, module in block.named_modules():
-        plain = {
-            key: "its number" if value == place and type(value) is int else repr(value)
+        plain = [
+            ((name, key), value)
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str | tuple | None) and not key.startswith("__")
-        }
+            if isinstance(value, bool | int | float | str | None)
+        ]
         tensors = [
             (key, tuple(t.shape), t.dtype, t.requires_grad)
             for key, t in (*module._parameters.items(), *module._buffers.items())
