@@ -199,14 +199,14 @@ def test_saved_bytes_are_those_that_autograd_saves():
 
 @pytest.mark.parametrize("kv_heads", [2, 4, 8])
 def test_the_model_whose_collectives_are_counted(kv_heads):
-    """Of the plain model of the same sizes the prediction that tests/planner/test_prediction_counted.py counts."""
+    """Of the plain model of its sizes the prediction is that of tests/planner/test_prediction_counted.py."""
     sizes = counted.SIZES
     traced = planner.trace(on_meta(lambda: hf("Llama", sizes, num_key_value_heads=kv_heads)), (ids(seq=sizes["seq"]),))
     assert dataclasses.replace(traced, name="transformer") == planner.transformer(**sizes, kv_heads=kv_heads)
 
 
 def test_experts():
-    """Grouped GEMMs; what code does to weigh and add their results is more than one copy, so that steps differ by 1 %."""
+    """Grouped GEMMs; what code does to weigh and add their results is more than a copy: steps differ by 1 %."""
     sizes = {**SIZES, "layers": 8, "hidden": 1024, "ffn": 2048, "seq": 1024}
     model = on_meta(lambda: hf("Mixtral", sizes, num_local_experts=8, num_experts_per_tok=2))
     got = planner.trace(model, (ids(seq=1024),))
@@ -229,8 +229,8 @@ def test_attention_that_is_not_fused():
 
 
 def test_dropout_keeps_a_byte_an_element():
-    dropped = planner.trace(on_meta(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in "ab"])),
-                            (torch.zeros(4, 8, device="meta"),))  # fmt: skip
+    model = on_meta(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in "ab"]))
+    dropped = planner.trace(model, (torch.zeros(4, 8, device="meta"),))
     assert [op.saved_bytes for op in dropped.blocks[0].ops if op.kind == "pointwise"] == [8]
 
 
@@ -267,7 +267,9 @@ class Extra(PlainBlock):
 
 def test_blocks_that_are_called_in_other_ways_run():
     got = planner.trace(on_meta(lambda: Called([Extra() for _ in range(4)])), (ids(),))
-    assert [block.layers for block in got.blocks] == [2, 1, 1] and got.blocks[1].ops != got.blocks[0].ops == got.blocks[2].ops
+    assert [block.layers for block in got.blocks] == [2, 1, 1] and got.blocks[1].ops != got.blocks[0].ops == got.blocks[
+        2
+    ].ops
 
 
 class Twice(Plain):

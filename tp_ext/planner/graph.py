@@ -34,8 +34,8 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """An operator with the values that it reads and those that it makes. ``parts``: of what it reads, id of the value ->
-    id of a part of it, a slice or all of it -> elements."""
+    """An operator with the values that it reads and those that it makes. ``parts``: id of a value that it reads ->
+    id of what it reads of it, a slice or all of it -> elements."""
 
     step: Step
     reads: list[Value]
@@ -164,7 +164,7 @@ class Graph:
         return bool(flips % 2)
 
     def _is_bias(self, node: Node) -> bool:
-        """An addition of a vector to what a linear without a bias makes: a product of three dims has none of its own."""
+        """An addition of a vector to the result of a linear without a bias: a product of three dims has none."""
         vector = next((v for v in node.reads if v.parameter and v.tensor.dim() == 1), None)
         product = next((self.maker.get(id(v)) for v in node.reads if not v.parameter), None)
         if vector is None or product is None or product.kind != "linear" or product.bias is not None:

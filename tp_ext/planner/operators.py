@@ -213,7 +213,9 @@ class Operators:
             causal = bool(step.args[5] if len(step.args) > 5 else step.kwargs.get("is_causal", False))
             kv_heads = self._kv_heads(heads, key, value, query, keyed)
         if keys != self.seq or heads * self.tokens * value != step.outputs[0].numel():
-            raise ValueError(f"model: {node.module} has attention of {self.seq} tokens to {keys}; it must be to as many")
+            raise ValueError(
+                f"model: {node.module} has attention of {self.seq} tokens to {keys}; it must be to as many"
+            )
         each: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "key_features": key, "value_features": value}
         causal = causal if self.causal is None else self.causal
         op = Op("attention", fused=fused, causal=causal, **each)
@@ -365,10 +367,12 @@ class Operators:
         return direct
 
     def _joined(self, kernels: list[Kernel], routed: list[Node]) -> list[Kernel]:
-        """Kernels that prepare q, k and v of one attention are one; those of experts have ``top_k`` copies of tokens."""
+        """Kernels that prepare q, k and v of one attention are one; those of experts have copies of tokens."""
         rest, of_attention = [], dict[int, Kernel]()
         for kernel in kernels:
-            readers = {id(reader): reader for value in kernel.results for reader in self.graph.readers.get(id(value), ())}
+            readers = {
+                id(reader): reader for value in kernel.results for reader in self.graph.readers.get(id(value), ())
+            }
             core = next(iter(readers.values())) if len(readers) == 1 else None
             if core is None or core.kind != "attention":
                 rest.append(kernel if not routed else self._of_experts(kernel, list(readers.values())))

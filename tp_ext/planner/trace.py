@@ -60,8 +60,8 @@ def trace(
     for path, module in model.named_modules():
         if isinstance(module, ParallelModule):
             raise ValueError(
-                f"model: {path or 'the model'} is a {type(module).__name__}, whose operators are of this library: give the "
-                "plain model from which it is made, or use planner.transformer"
+                f"model: {path or 'the model'} is a {type(module).__name__}, whose operators are of this library: "
+                "give the plain model from which it is made, or use planner.transformer"
             )
     names, alike = _blocks(model)
     with _stand_ins(model, names, alike) as fits:
@@ -220,9 +220,7 @@ class _Reader:
             classes = head.makes[0].tensor.shape[-1]
             last = (*last, Op("loss", classes, units=classes))
         tied = head is not None and table is not None and head.weight is table.weight
-        blocks = [
-            Block(len(list(run)), ops) for ops, run in itertools.groupby(own[number] for number in self.alike)
-        ]
+        blocks = [Block(len(list(run)), ops) for ops, run in itertools.groupby(own[number] for number in self.alike)]
         cores = [op for block in blocks for op in block.ops if op.kind == "attention"]
         widths = [op.units for block in blocks for op in block.ops if op.kind == "column"]
         work = Workload(
@@ -294,7 +292,9 @@ class _Reader:
         skipped = [name for name in self.names if name not in real]
         for parameter, parts in used.items():
             if len(parts) > 1 and not (tied and parts == {"first", "last"}):
-                raise ValueError(f"model: {parameter} is shared by {' and '.join(sorted(parts))}, which is not modelled")
+                raise ValueError(
+                    f"model: {parameter} is shared by {' and '.join(sorted(parts))}, which is not modelled"
+                )
         for name, _ in self.record.parameters.values():
             if name not in used and not any(name.startswith(f"{block}.") for block in skipped):
                 raise ValueError(f"model: the parameter {name} is of no operator that planner.trace knows, or not used")
