@@ -11,7 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tp_ext.auto.argument_checks import check_example, check_planned_model
+from tp_ext.auto.search.reasons import traced
 from tp_ext.model.module import ParallelModule
+from tp_ext.planner.graph import Graph, Node
+from tp_ext.planner.operators import Operators
 from tp_ext.planner.workload import Block, Op, Workload
 
 REAL = 2  # blocks that run of those that are equal
@@ -46,11 +50,6 @@ def trace(
             repeated blocks, or whose blocks run more than once; an operator or a parameter that no kind of
             :class:`Op` describes.
     """
-    # Not with the package: it loads the tracer, which no other part of the planner needs
-    from tp_ext.auto.argument_checks import check_example, check_planned_model
-    from tp_ext.auto.search.reasons import traced
-    from tp_ext.planner.graph import Graph
-
     check_planned_model(model)
     check_example(example)
     if causal is not None and not isinstance(causal, bool):
@@ -181,7 +180,7 @@ def _kinds(call: Any) -> list[Any]:
 class _Reader:
     """Reads a graph as a workload."""
 
-    def __init__(self, graph: Any, names: list[str], alike: list[int], causal: bool | None) -> None:
+    def __init__(self, graph: Graph, names: list[str], alike: list[int], causal: bool | None) -> None:
         self.graph, self.names, self.alike, self.causal = graph, names, alike, causal
         self.record = graph.record
 
@@ -191,8 +190,6 @@ class _Reader:
         Raises:
             ValueError: see :func:`trace`.
         """
-        from tp_ext.planner.operators import Operators
-
         ranges = self._ranges()
         between = [(start, stop) for start, stop in ranges if stop > start] or [(0, 0)]
         inside = [node for node in self.graph.nodes if between[0][0] <= node.step.place < between[-1][1]]
@@ -211,7 +208,7 @@ class _Reader:
             own[number] = operators.of(nodes, self.names[number])
         last = operators.of([n for n in self.graph.nodes if after <= n.step.place < end], "last", head)
         vocab = 0
-        if table is not None:
+        if table is not None and table.weight is not None:
             operators.part = "first"
             operators.use(table.weight)
             vocab, features = table.weight.tensor.shape
@@ -261,7 +258,7 @@ class _Reader:
         hidden = int(tensors[0].shape[-1])
         return hidden, tensors[0].numel() // hidden
 
-    def _seq(self, nodes: list[Any], tokens: int, hidden: int) -> int:
+    def _seq(self, nodes: list[Node], tokens: int, hidden: int) -> int:
         core = next((node for node in nodes if node.kind == "attention"), None)
         if core is not None:
             step = core.step
@@ -271,18 +268,18 @@ class _Reader:
         shape = next(t.shape for _, t in call.inputs if t.is_floating_point() and t.shape[-1] == hidden)
         return int(shape[-2]) if len(shape) > 1 else tokens
 
-    def _table(self, before: int) -> Any:
+    def _table(self, before: int) -> Node | None:
         """The look-up of the vocabulary: that of the largest table before the blocks. Others are positions and types,
         whose tables every rank has."""
         look_ups = [node for node in self.graph.nodes if node.kind == "look_up"]
         own = [node for node in look_ups if node.step.place < before]
-        table = max(own, key=lambda node: node.weight.size, default=None)
+        table = max(own, key=lambda node: node.weight.size if node.weight else 0, default=None)
         for node in look_ups:
             if node is not table:
                 node.kind = ""
         return table
 
-    def _head(self, after: int) -> Any:
+    def _head(self, after: int) -> Node | None:
         """The last linear after the blocks; what follows it is the loss."""
         return next((n for n in reversed(self.graph.nodes) if n.step.place >= after and n.kind == "linear"), None)
 
