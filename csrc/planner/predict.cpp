@@ -98,9 +98,10 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     if (!stage.blocks[k]) continue;
     const Layer& block = layers.blocks[k];
     const double number = double(stage.blocks[k]);
-    const auto time = [&](Collective kind, double bytes) {
-      return (machine_.collective(kind, data_group(layout), bytes * block.dense) +
-              machine_.collective(kind, expert_group(layout), bytes * block.experts)) /
+    const auto [dense, experts] = padded(layout, block);
+    const auto time = [&, dense = dense, experts = experts](Collective kind, double bytes) {
+      return (machine_.collective(kind, data_group(layout), bytes * dense) +
+              machine_.collective(kind, expert_group(layout), bytes * experts)) /
              machine_.gather;
     };
     const double gather = time(Collective::AllGather, layout.param_bytes);
@@ -160,6 +161,17 @@ double Planner::message_bytes(const Layout& layout) const {
   return tokens * workload_.hidden * layout.element;
 }
 
+std::pair<double, double> Planner::padded(const Layout& layout, const Costs& costs) const {
+  if (!workload_.experts) return {costs.dense, costs.experts};
+  const auto more = [](int64_t rows, int64_t ranks) {
+    return double(divide_up(rows, ranks) * ranks) / double(rows);
+  };
+  // Few ranks have rows of a router, or experts, where there are fewer than ranks
+  const int64_t own = divide_up(workload_.experts, layout.ep);
+  return {costs.dense + costs.routers * (more(workload_.experts, layout.shards()) - 1),
+          costs.experts * more(own, layout.dp * layout.cp)};
+}
+
 double Planner::send_time(const Layout& layout) const {
   const int64_t stride = layout.tp * layout.shards();
   return layout.pp == 1 ? 0 : machine_.message(stride, message_bytes(layout));
@@ -190,7 +202,13 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
     Memory& memory = result[rank];
     const auto [dense, experts] = parameters(stages, own[rank], layout.tp);
     const double whole = dense + experts;
-    const double shard = dense / shards + experts / expert_shards;
+    double shard = dense / shards + experts / expert_shards;
+    for (const int64_t index : own[rank]) {
+      if (layout.zero < 2) break;
+      const auto [all, routed] = padded(layout, stages[index].costs);
+      shard += (all - stages[index].costs.dense) / shards;
+      shard += (routed - stages[index].costs.experts) / expert_shards;
+    }
     const bool gathers = layout.zero >= 2 && shards > 1;
     memory.parameters = layout.param_bytes * (layout.zero == 3 ? shard : whole);
     memory.gradients = layout.grad_bytes * (layout.zero >= 2 ? shard : whole);
@@ -290,7 +308,8 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     double rest = stages[index].costs.dense;
     for (size_t k = 0; k < stages[index].blocks.size(); ++k)
       if (const double number = double(stages[index].blocks[k]); number > 0) {
-        both(number, kinds.blocks[k].dense, kinds.blocks[k].experts);
+        const auto [dense_of_one, experts_of_one] = padded(layout, kinds.blocks[k]);
+        both(number, dense_of_one, experts_of_one);
         rest -= number * kinds.blocks[k].dense;
       }
     // Of one stage a tied weight is one
