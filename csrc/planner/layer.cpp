@@ -99,6 +99,7 @@ class Pricing {
     double weights = times * in * out;
     if (op.bias) weights += times * (column ? out : op.outputs);
     (op.experts ? layer_.experts : layer_.dense) += weights;
+    if (replicated && int64_t(op.outputs) == workload_.experts) layer_.routers += weights;
 
     const bool low = op.low_precision;
     const double moved = element * (rows * (in + out) + in * out);
@@ -237,15 +238,23 @@ class Pricing {
       call(backward, Axis::Ep, Collective::AllToAll, experts, payload, 0, 2);
     }
     const double payload = gathered_ * op.inputs * element, weights = gathered_ * copies;
+    const auto sum = [&](Collective kind) {
+      const size_t before = forward_traffic_.size();
+      const double exposed = forward.tp;
+      tp_call(forward, kind, payload);
+      // Backward needs nothing of it: checkpoints stop computing again before it
+      forward_traffic_.resize(before);
+      once_ += forward.tp - exposed;
+    };
     if (split_) {
       tp_call(forward, Collective::AllGather, payload);
       tp_call(forward, Collective::AllGather, 8 * weights);
-      tp_call(forward, Collective::ReduceScatter, payload);
+      sum(Collective::ReduceScatter);
       tp_call(backward, Collective::ReduceScatter, payload);
       tp_call(backward, Collective::ReduceScatter, 8 * weights);
       tp_call(backward, Collective::AllGather, payload);
     } else {
-      tp_call(forward, Collective::AllReduce, payload);
+      sum(Collective::AllReduce);
       tp_call(backward, Collective::AllReduce, payload);
       tp_call(backward, Collective::AllReduce, 4 * weights);
     }
@@ -281,6 +290,7 @@ class Pricing {
     switch (recompute_) {
       case Recompute::Full:
         again = layer_.forward;
+        again.tp -= once_;
         layer_.saved = input;
         for (const Traffic& row : forward_traffic_) add_traffic(layer_.traffic, row);
         break;
@@ -307,6 +317,7 @@ class Pricing {
   bool split_;
   double tokens_, own_, gathered_;  // of the tp group, of this rank, padded ones of the group
   double kept_ = 0, kept_attention_ = 0, scores_ = 0, forward_gemm_ = 0;
+  double once_ = 0;  // exposed seconds of what a recomputation leaves out
   Seconds pointwise_forward_, attention_forward_;
   std::vector<Traffic> forward_traffic_;
   Layer layer_;
@@ -339,6 +350,7 @@ void Costs::add(const Costs& other, double times) {
   logits += other.logits * times;
   dense += other.dense * times;
   experts += other.experts * times;
+  routers += other.routers * times;
 }
 
 void add_traffic(std::vector<Traffic>& rows, const Traffic& row, double times) {

@@ -37,6 +37,7 @@ struct Costs {
   double recomputed = 0;          // bytes that exist only in a backward that recomputes them
   double logits = 0;              // bytes of the loss
   double dense = 0, experts = 0;  // parameters of the rank
+  double routers = 0;             // of the dense ones those of routers
 
   void add(const Costs& other, double times);
   double backward() const { return input_grad.total() + weight_grad.total(); }

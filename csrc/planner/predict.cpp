@@ -98,9 +98,11 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     if (!stage.blocks[k]) continue;
     const Layer& block = layers.blocks[k];
     const double number = double(stage.blocks[k]);
-    const auto time = [&](Collective kind, double bytes) {
-      return (machine_.collective(kind, data_group(layout), bytes * block.dense) +
-              machine_.collective(kind, expert_group(layout), bytes * block.experts)) /
+    const auto whole = padded(layout, block);
+    const auto [dense, experts] = by_group(layout, whole.first, whole.second);
+    const auto time = [&, dense = dense, experts = experts](Collective kind, double bytes) {
+      return (machine_.collective(kind, data_group(layout), bytes * dense) +
+              machine_.collective(kind, expert_group(layout), bytes * experts)) /
              machine_.gather;
     };
     const double gather = time(Collective::AllGather, layout.param_bytes);
@@ -160,6 +162,22 @@ double Planner::message_bytes(const Layout& layout) const {
   return tokens * workload_.hidden * layout.element;
 }
 
+// Without ep experts are gathered and reduced with the rest of their block
+std::pair<double, double> Planner::by_group(const Layout& layout, double dense, double experts) {
+  return layout.ep > 1 ? std::pair(dense, experts) : std::pair(dense + experts, 0.0);
+}
+
+std::pair<double, double> Planner::padded(const Layout& layout, const Costs& costs) const {
+  if (!workload_.experts) return {costs.dense, costs.experts};
+  const auto more = [](int64_t rows, int64_t ranks) {
+    return double(divide_up(rows, ranks) * ranks) / double(rows);
+  };
+  // Few ranks have rows of a router, or experts, where there are fewer than ranks
+  const int64_t own = divide_up(workload_.experts, layout.ep);
+  return {costs.dense + costs.routers * (more(workload_.experts, layout.shards()) - 1),
+          costs.experts * more(own, layout.dp * layout.cp)};
+}
+
 double Planner::send_time(const Layout& layout) const {
   const int64_t stride = layout.tp * layout.shards();
   return layout.pp == 1 ? 0 : machine_.message(stride, message_bytes(layout));
@@ -190,7 +208,13 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
     Memory& memory = result[rank];
     const auto [dense, experts] = parameters(stages, own[rank], layout.tp);
     const double whole = dense + experts;
-    const double shard = dense / shards + experts / expert_shards;
+    double shard = dense / shards + experts / expert_shards;
+    for (const int64_t index : own[rank]) {
+      if (layout.zero < 2) break;
+      const auto [all, routed] = padded(layout, stages[index].costs);
+      shard += (all - stages[index].costs.dense) / shards;
+      shard += (routed - stages[index].costs.experts) / expert_shards;
+    }
     const bool gathers = layout.zero >= 2 && shards > 1;
     memory.parameters = layout.param_bytes * (layout.zero == 3 ? shard : whole);
     memory.gradients = layout.grad_bytes * (layout.zero >= 2 ? shard : whole);
@@ -247,7 +271,8 @@ double Planner::largest_peak(const Layout& layout) {
 
 double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages,
                           const std::vector<int64_t>& own, std::vector<Traffic>* rows) {
-  const auto [dense, experts] = parameters(stages, own, layout.tp);
+  const auto parameters_of_rank = parameters(stages, own, layout.tp);
+  const double dense = parameters_of_rank.first, experts = parameters_of_rank.second;
   const double microbatches = double(layout.microbatches(global_batch_));
   double exposed = 0;
   const auto call = [&](Collective kind, Group group, double number, double payload, double hidden,
@@ -260,13 +285,14 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
   };
   const Group data = data_group(layout), of_experts = expert_group(layout);
   if (layout.zero < 2) {
-    const double bytes = layout.grad_bytes * dense;
+    const auto [of_all, of_some] = by_group(layout, dense, experts);
+    const double bytes = layout.grad_bytes * of_all;
     const double buckets = std::max(1.0, std::ceil(bytes / kBucket));
     // DDP reduces during the last backward, all but its last bucket; a pipeline after all of them
     const double hidden = layout.pp > 1 ? 0 : stages[0].costs.backward() * (1 - 1 / buckets);
     call(Collective::AllReduce, data, layout.pp > 1 ? 1 : buckets,
          layout.pp > 1 ? bytes : bytes / buckets, hidden, 1);
-    call(Collective::AllReduce, of_experts, 1, layout.grad_bytes * experts, 0, 1);
+    call(Collective::AllReduce, of_experts, 1, layout.grad_bytes * of_some, 0, 1);
     if (layout.zero == 1)  // each rank's parameters after the step of the optimizer
       call(Collective::Broadcast, data, double(data.size),
            layout.param_bytes * (dense + experts) / double(data.size), 0, 1);
@@ -290,7 +316,9 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     double rest = stages[index].costs.dense;
     for (size_t k = 0; k < stages[index].blocks.size(); ++k)
       if (const double number = double(stages[index].blocks[k]); number > 0) {
-        both(number, kinds.blocks[k].dense, kinds.blocks[k].experts);
+        const auto whole = padded(layout, kinds.blocks[k]);
+        const auto one = by_group(layout, whole.first, whole.second);
+        both(number, one.first, one.second);
         rest -= number * kinds.blocks[k].dense;
       }
     // Of one stage a tied weight is one

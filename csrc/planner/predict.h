@@ -82,6 +82,9 @@ class Planner {
   double optimizer_time(const Layout& layout, const Memory& memory) const;
   std::pair<double, double> parameters(const std::vector<Stage>& stages,
                                        const std::vector<int64_t>& own, int64_t tp) const;
+  static std::pair<double, double> by_group(const Layout& layout, double dense, double experts);
+  // Parameters of which FSDP2 gathers and shards the rows, with its padding
+  std::pair<double, double> padded(const Layout& layout, const Costs& costs) const;
   double send_time(const Layout& layout) const;
   double message_bytes(const Layout& layout) const;
 

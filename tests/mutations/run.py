@@ -29,6 +29,7 @@ from tests.mutations.mutation import Mutation
 from tests.mutations.package_bugs import PACKAGE_BUGS
 from tests.mutations.parallel_bugs import PARALLEL_BUGS
 from tests.mutations.pipeline_bugs import PIPELINE_BUGS
+from tests.mutations.planner_bugs import PLANNER_BUGS
 from tests.mutations.refit_bugs import REFIT_BUGS
 from tests.mutations.state_bugs import STATE_BUGS
 from tests.mutations.two_axes_bugs import TWO_AXES_BUGS
@@ -41,6 +42,7 @@ MUTATIONS = [
     *STATE_BUGS,
     *INVARIANCE_BUGS,
     *PIPELINE_BUGS,
+    *PLANNER_BUGS,
     *PARALLEL_BUGS,
     *CONTEXT_BUGS,
     *EXPERTS_BUGS,

@@ -15,19 +15,26 @@ from tp_ext.parallel.pipeline.schedules import SCHEDULES
 from tp_ext.planner import Layout, predict
 
 SIZES = {"layers": 4, "hidden": 32, "heads": 8, "ffn": 64, "vocab": 64, "seq": 16}
+EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 64}
 EVERY = 200
 SMALL = 16  # bytes: numbers of tokens, losses, whether all ranks have valid batches
 
 
 class Block(nn.Module):
-    def __init__(self, kv_heads, groups, parallel):
+    def __init__(self, kv_heads, mesh, parallel, experts):
         super().__init__()
         h, tp = SIZES["hidden"], parallel
         self.norm1, self.norm2 = tp_ext.RMSNorm(h, **tp), tp_ext.RMSNorm(h, **tp)
         self.attention = tp_ext.ParallelAttention(
-            h, SIZES["heads"], num_kv_heads=kv_heads, rope=1e4, bias=False, context_group=groups["cp"], **tp
+            h, SIZES["heads"], num_kv_heads=kv_heads, rope=1e4, bias=False, context_group=mesh["cp"], **tp
         )
-        self.mlp = tp_ext.ParallelMLP(h, SIZES["ffn"], activation="swiglu", bias=False, **tp)
+        if experts:
+            groups = {"expert_group": mesh["ep"], "data_groups": mesh["dp"], "context_group": mesh["cp"]}
+            self.mlp = tp_ext.ParallelMoE(
+                h, EXPERTS["expert_ffn"], EXPERTS["experts"], EXPERTS["top_k"], **groups, **tp
+            )
+        else:
+            self.mlp = tp_ext.ParallelMLP(h, SIZES["ffn"], activation="swiglu", bias=False, **tp)
 
     def forward(self, x, layout):
         x = x + self.attention(self.norm1(x), layout=layout)
@@ -37,12 +44,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The model of ``planner.transformer``."""
 
-    def __init__(self, kv_heads, mesh, sp):
+    def __init__(self, kv_heads, mesh, sp, experts):
         super().__init__()
         parallel = {"group": mesh["tp"], "sequence_parallel": sp}
         self.mesh = mesh
         self.embedding = tp_ext.VocabParallelEmbedding(SIZES["vocab"], SIZES["hidden"], **parallel)
-        self.blocks = nn.ModuleList(Block(kv_heads, {"cp": mesh["cp"]}, parallel) for _ in range(SIZES["layers"]))
+        self.blocks = nn.ModuleList(Block(kv_heads, mesh, parallel, experts) for _ in range(SIZES["layers"]))
         self.norm = tp_ext.RMSNorm(SIZES["hidden"], **parallel)
         self.head = tp_ext.VocabParallelLMHead(SIZES["hidden"], SIZES["vocab"], bias=False, **parallel)
 
@@ -66,6 +73,8 @@ def drawn(seed):
         pp, dp, cp, tp = (r.choice((1, 1, 2, 4)) for _ in range(4))
         if not 1 < pp * dp * cp * tp <= 8:
             continue
+        # Every second has experts, over some of the data ranks
+        ep = r.choice([n for n in (2, 4) if dp % n == 0] or [1]) if seed % 2 else 1
         schedule = SCHEDULES[r.choice(("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"))] if pp > 1 else None
         virtual = 2 if schedule and (schedule.looped or schedule.v) else 1
         if pp * virtual > SIZES["layers"]:
@@ -73,7 +82,8 @@ def drawn(seed):
         split = schedule is not None and schedule.splits
         layout = Layout(
             pp=pp,
-            dp=dp,
+            dp=dp // ep,
+            ep=ep,
             cp=cp,
             tp=tp,
             virtual=virtual,
@@ -84,17 +94,21 @@ def drawn(seed):
             recompute=None if split else r.choice((None, "full", "selective")),
             dtype="fp32",
         )
+        if ep > 1 and (
+            layout.zero == 1 or (layout.zero > 1 and layout.recompute == "selective")
+        ):  # parallelize refuses
+            continue
         return layout, r.choice((2, 4, 8)), dp * layout.micro_batch * pp * r.choice((1, 2))
 
 
-def trained(layout, kv_heads, batch):
+def trained(layout, kv_heads, batch, experts):
     """Returns the calls of a step on each rank, (axis, kind) -> (number, bytes), and the bytes of its tensors."""
     microbatches = layout.microbatches(batch)
-    axes = {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp")}
+    axes = {name: getattr(layout, name) for name in ("pp", "dp", "ep", "cp", "tp")}
 
     def run(rank, mesh):
         with torch.device("meta"):
-            model = Model(kv_heads, mesh, layout.sequence_parallel)
+            model = Model(kv_heads, mesh, layout.sequence_parallel, experts)
         run = tp_ext.parallelize(model, mesh, loss=model.loss, **layout.arguments(batch))
         optimizer = run.optimizer(torch.optim.AdamW)
         tokens = tp_ext.ContextLayout(batch=layout.micro_batch, seq=SIZES["seq"], group=mesh["cp"])
@@ -108,11 +122,17 @@ def trained(layout, kv_heads, batch):
         parameters = list(run.parameters())
         names = {tuple(dist.get_process_group_ranks(mesh[name].get_group())): name for name in axes if axes[name] > 1}
         totals = Counter()
-        flags = 16 * len(parameters)
+        stacks = [parameter for parameter in parameters if parameter.dim() == 3]  # of experts, summed over other ranks
+        flags = {16 * len(parameters), 16 * len(stacks)}
         for row in counts.rows:
             axis = names.get(row.ranks, "dp")
-            axis = "dp" if axis == "cp" and row.kind != "all_to_all" else axis
-            tiny = row.payload <= SMALL or (axis == "dp" and row.kind == "all_reduce" and row.payload == flags)
+            counted = (
+                row.kind == "all_gather" and row.payload == 8 * EXPERTS["experts"] * layout.ep
+            )  # tokens of experts
+            axis = (
+                "dp" if axis in ("cp", "ep") and row.kind != "all_to_all" and not (axis == "ep" and counted) else axis
+            )
+            tiny = row.payload <= SMALL or (axis == "dp" and row.kind == "all_reduce" and row.payload in flags)
             setup = row.kind == "broadcast" and layout.zero != 1
             if not tiny and not setup:
                 totals[axis, row.kind, "number"] += row.number
@@ -135,21 +155,29 @@ def _bytes(tensors):
 )
 def test_collectives_and_bytes_are_those_counted(seed):
     """Number and bytes of each kind along each axis. Of the sums of norms' gradients the bytes alone, since a block's
-    are one call; so those of the data axes of ZeRO 0 and 1, whose buckets torch chooses."""
+    are one call; so those of the data axes of ZeRO 0 and 1, whose buckets torch chooses. Of exchanges over ep the
+    number alone: a prediction takes even routing."""
     layout, kv_heads, batch = drawn(seed)
-    model = planner.transformer(**SIZES, kv_heads=kv_heads)
+    experts = seed % 2 == 1
+    model = planner.transformer(**SIZES, kv_heads=kv_heads, **(EXPERTS if experts else {}))
     got = predict(model, planner.cluster("cpu", layout.ranks), layout, batch)
-    for totals, sizes, stage in trained(layout, kv_heads, batch):
+    ranks = trained(layout, kv_heads, batch, experts)
+    for totals, _, stage in ranks:
         want = Counter()
         for row in got.collectives[stage]:
             want[row.axis, row.kind, "number"] += row.number
             want[row.axis, row.kind, "bytes"] += row.payload_bytes
         for (axis, kind, what), number in want.items():
+            if (axis, kind, what) == ("ep", "all_to_all", "bytes"):
+                continue
             if what == "bytes" or not (kind == "all_reduce" or (axis == "dp" and layout.zero < 2)):
                 assert totals[axis, kind, what] == pytest.approx(number), (axis, kind, what, layout)
         assert {key[:2] for key in totals} <= {key[:2] for key in want}, layout
-        memory, shards = got.memory[stage], layout.dp * layout.cp
-        kept = memory.parameters / (shards if layout.zero == 2 else 1)  # FSDP2 keeps a shard between steps
+    for stage, memory in enumerate(got.memory):
+        # Of the rank that has most: of fewer experts than shards not each has one
+        sizes = [max(of_ranks) for of_ranks in zip(*(sizes for _, sizes, of in ranks if of == stage), strict=True)]
+        # FSDP2 keeps a shard between steps, of as many bytes as the gradient's
+        kept = memory.gradients if layout.zero == 2 else memory.parameters
         assert sizes[0] == pytest.approx(kept) and sizes[1] == pytest.approx(memory.gradients)
         if layout.zero != 1:  # whole parameters to ranks
             assert sizes[2] == pytest.approx(memory.states)

@@ -399,7 +399,7 @@ BUDGETS = {
     "optim": 1150,
     "outside": 1900,
     "parallel": 4000,  # trees of microbatches
-    "planner": 2200,
+    "planner": 3200,  # a model as it runs
     "refit": 1450,
     "simulation": 850,
     "verify": 1550,

@@ -10,6 +10,7 @@ from tp_ext.planner.pipeline import Timeline, simulate_pipeline
 from tp_ext.planner.prediction import CollectiveRow, Prediction, StageMemory, predict
 from tp_ext.planner.presets import SOURCES, cluster, device
 from tp_ext.planner.search import search
+from tp_ext.planner.trace import trace
 from tp_ext.planner.workload import Block, Op, Workload, from_config, transformer
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "predict",
     "search",
     "simulate_pipeline",
+    "trace",
     "transformer",
 ]
