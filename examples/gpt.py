@@ -149,7 +149,7 @@ class GPT(nn.Module):
         return self.cross_entropy(self(ids), target)
 
     def log_probabilities(self, ids: Tensor) -> Tensor:
-        """Of each of ids ``[batch, seq]`` but the first, after those before it: ``[batch, seq - 1]``."""
+        """Returns the log-probability of each id given those before it: ``[batch, seq]`` -> ``[batch, seq - 1]``."""
         losses = self.cross_entropy(self(ids[:, :-1]), ids[:, 1:], reduction="none")
         return -losses.view(len(ids), -1)
 

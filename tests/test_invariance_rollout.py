@@ -40,8 +40,9 @@ def _formula(q, k, v, mask, causal, scale=None, window=None, softcap=None):
     return weights.nan_to_num() @ v
 
 
-def _values_of(case):
-    options = dict(case)
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_values_and_gradients(case):
+    options = dict(ATTENTIONS[case])
     dtype = options.pop("mask", None)
     for n, m in ((300, 300), (5, 5), (129, 129), (40, 400)):
         q, k, v = (
@@ -68,11 +69,6 @@ def _values_of(case):
         expected = _formula(q, k, v, mask, **options)
         grads = [torch.autograd.grad(t, (q, k, v), torch.ones_like(y).cos().cumsum(2)) for t in (y, expected)]
         torch.testing.assert_close((y, grads[0]), (expected, grads[1]), rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("case", ATTENTIONS)
-def test_values_and_gradients(case):
-    _values_of(ATTENTIONS[case])
 
 
 def test_bad_arguments_are_refused_by_name():
@@ -169,7 +165,7 @@ def _generated(options, autocast):
             return model.log_probabilities(ids[:, :-1], ids[:, 1:])[:, 6:].detach()
 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ids, found = _model(None, **options).rollout(prompt, 20, **low)
+        ids, sampled = _model(None, **options).rollout(prompt, 20, **low)
         static = _model(None, **options).rollout(prompt, 20, static=True, **low)
         padding = torch.tensor([5, 0])
         shifted = torch.cat([F.pad(ids[:1, :-5], (5, 0)), ids[1:]])  # the same text, after padding
@@ -179,13 +175,13 @@ def _generated(options, autocast):
             cache.reset(padding)
         with torch.no_grad():
             of_padded = padded.log_probabilities(shifted[:, :-1], shifted[:, 1:], caches)
-    assert torch.equal(static[0], ids) and torch.equal(static[1], found)
-    assert torch.equal(of_padded[0, 11:], found[0, :-5])
-    assert torch.equal(of_whole_texts(0, None), found)
+    assert torch.equal(static[0], ids) and torch.equal(static[1], sampled)
+    assert torch.equal(of_padded[0, 11:], sampled[0, :-5])
+    assert torch.equal(of_whole_texts(0, None), sampled)
     for p, sequence_parallel in ((2, False), (3, True), (4, False), (5, True)):
         place = {"sequence_parallel": sequence_parallel}
         for result in tp_ext.debug.simulate(lambda rank, group, place=place: of_whole_texts(rank, group, **place), p):
-            assert torch.equal(result, found), (p, sequence_parallel)
+            assert torch.equal(result, sampled), (p, sequence_parallel)
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -52,7 +52,7 @@ class Part:
 
     @property
     def has_copies(self) -> bool:
-        """Whether an element can be on several ranks."""
+        """Returns whether several ranks can hold one element."""
         return self.copies > 1 or self.queries > 0
 
     def span(self, rank: int, p: int) -> tuple[int, int]:

@@ -56,7 +56,7 @@ class Model(nn.Module):
         return self.norm(x)
 
     def log_probabilities(self, ids, target, caches=None):
-        """Of the ids ``target``, each after its text in ``ids`` (and in the caches): ``[batch, seq]``."""
+        """Returns the log-probability of each id of ``target`` given ``ids`` up to its place, and the caches."""
         losses = self.head.loss(self.hidden(ids, caches), target.flatten(), ids.numel(), reduction="none")
         return -losses.view(ids.shape)
 
@@ -67,13 +67,13 @@ class Model(nn.Module):
         caches = [b.attention.new_cache(batch, length + count, static=static, dtype=dtype) for b in self.blocks]
         for cache in caches:
             cache.reset(padding)
-        ids, new, found = prompt, prompt, []
+        ids, new, sampled = prompt, prompt, []
         for _ in range(count):
             x = self.hidden(new, caches).unflatten(0, new.shape)[:, -1]
             new = self.head.sample(x)[:, None]
-            found.append(-self.head.loss(x, new[:, 0], reduction="none"))
+            sampled.append(-self.head.loss(x, new[:, 0], reduction="none"))
             ids = torch.cat([ids, new], 1)
-        return ids, torch.stack(found, 1)
+        return ids, torch.stack(sampled, 1)
 
     def forward(self, ids, target, **loss):
         return self.head.loss(self.hidden(ids), target.flatten(), ids.numel(), **loss)

@@ -33,7 +33,7 @@ def _folder(path: Path) -> Path:
 
 
 def _files(path: Path) -> dict[str, bytes]:
-    """Those of the weights; `transformers` writes other configurations for models that have been read."""
+    """Returns the files of weights; `transformers` writes other configurations for models that have been read."""
     return {file.name: file.read_bytes() for file in path.glob("*.safetensors*")}
 
 

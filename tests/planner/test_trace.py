@@ -91,7 +91,7 @@ def hf(kind, sizes=None, **options):
 
 
 def with_biases(workload):
-    """Those of q, k and v alone."""
+    """Adds the biases of q, k and v to a workload."""
     (block,) = workload.blocks
     ops = tuple(dataclasses.replace(op, bias=op.kind == "column" and op.heads > 0) for op in block.ops)
     return dataclasses.replace(workload, blocks=(dataclasses.replace(block, ops=ops),))
@@ -170,7 +170,7 @@ def test_flops_are_those_that_torch_counts(name):
 
 
 def test_saved_bytes_are_those_that_autograd_saves():
-    """Of a block of torch's own kernels, in fp32: each memory once, without parameters."""
+    """A block of torch's kernels in fp32 saves as many bytes, each storage counted once, parameters left out."""
     model, batch = Plain(), 2
     saved = []
     for layers in (2, 3):
@@ -199,7 +199,7 @@ def test_saved_bytes_are_those_that_autograd_saves():
 
 @pytest.mark.parametrize("kv_heads", [2, 4, 8])
 def test_the_model_whose_collectives_are_counted(kv_heads):
-    """Of the plain model of its sizes the prediction is that of tests/planner/test_prediction_counted.py."""
+    """The plain model of the same sizes has the workload of tests/planner/test_prediction_counted.py."""
     sizes = counted.SIZES
     traced = planner.trace(on_meta(lambda: hf("Llama", sizes, num_key_value_heads=kv_heads)), (ids(seq=sizes["seq"]),))
     assert dataclasses.replace(traced, name="transformer") == planner.transformer(**sizes, kv_heads=kv_heads)

@@ -10,7 +10,7 @@ from torch import nn
 from tp_ext.auto.argument_checks import check_blocks_of
 from tp_ext.auto.check_applied import whole_matrices
 from tp_ext.auto.execute import apply_quietly
-from tp_ext.auto.planner import plan_in_blocks
+from tp_ext.auto.planner import replan_in_blocks
 from tp_ext.auto.search.plans import Plan
 from tp_ext.group import Group, parallel_group
 
@@ -53,7 +53,7 @@ def apply(
             products are not reproducible in this process. TypeError: an argument of another type.
     """
     if invariant_blocks is not None and isinstance(plan, Plan) and plan.invariant_blocks is None:
-        plan = plan_in_blocks(plan, model, invariant_blocks)
+        plan = replan_in_blocks(plan, model, invariant_blocks)
     check_blocks_of(plan, invariant_blocks)
     applied = apply_quietly(plan, model, group, verify=verify, example=example)
     if parallel_group(group).rank == 0 and (text := whole_matrices(plan)):

@@ -106,7 +106,7 @@ def plan(
     return result
 
 
-def plan_in_blocks(of: Plan, model: nn.Module, blocks: int) -> Plan:
+def replan_in_blocks(of: Plan, model: nn.Module, blocks: int) -> Plan:
     """Returns the plan of the same model and example with ``invariant_blocks``, for ``apply``: it may shard other dims,
     the same for every number of ranks.
 

@@ -284,13 +284,16 @@ class Operators:
         made = [value for node in nodes for value in node.makes if value.per_token and value.depends]
         ends = {id(node) for node in nodes}
         results = [v for v in made if any(id(reader) not in ends for reader in self.graph.readers.get(id(v), ()))]
+        # Nothing reads the last operator of the forward: its value is the result
         results = results or [v for v in made[:1] if v is nodes[-1].makes[0]]
         kernel = Kernel(nodes, inside, results)
         for value in {id(v): v for node in nodes for v in node.reads if v.parameter}.values():
             self.use(value)
             kernel.vectors[value.size] += 1
+        # Without a result of tokens only parameters that it reads count
         if not results:
             return kernel if kernel.vectors else None
+        # Products of activations are attention, which was found before; one that is left has no price here
         for node in nodes:
             if node.step.name in ("bmm", "baddbmm") and all(not value.parameter for value in node.reads):
                 raise ValueError(

@@ -114,7 +114,7 @@ def _blocks(model: nn.Module) -> tuple[list[str], list[int]]:
 
 
 def _signature(block: nn.Module) -> list[Any]:
-    """What blocks that run alike have in common: of each module name, class, plain attributes and shapes."""
+    """Returns what equal blocks have in common: name, class, plain attributes and shapes of each module."""
     signature: list[Any] = []
     for name, module in block.named_modules():
         plain = [
@@ -201,12 +201,14 @@ class _Reader:
         head = self._head(after)
         end = math.inf if head is None else head.step.place + 1
         first = operators.of([n for n in self.graph.nodes if n.step.place < before and n is not table], "first")
+        # Blocks that are alike have the operators of the first of them that ran
         own: dict[int, tuple[Op, ...]] = {}
         for number in sorted(set(self.alike)):
             start, stop = ranges[number]
             nodes = [node for node in self.graph.nodes if start <= node.step.place < stop]
             own[number] = operators.of(nodes, self.names[number])
         last = operators.of([n for n in self.graph.nodes if after <= n.step.place < end], "last", head)
+        # The table's parameters are priced as an embedding, not as a kernel that reads them
         vocab = 0
         if table is not None and table.weight is not None:
             operators.part = "first"
@@ -218,6 +220,7 @@ class _Reader:
             last = (*last, Op("loss", classes, units=classes))
         tied = head is not None and table is not None and head.weight is table.weight
         blocks = [Block(len(list(run)), ops) for ops, run in itertools.groupby(own[number] for number in self.alike)]
+        # Without attention the narrowest column linear limits the number of ranks
         cores = [op for block in blocks for op in block.ops if op.kind == "attention"]
         widths = [op.units for block in blocks for op in block.ops if op.kind == "column"]
         work = Workload(

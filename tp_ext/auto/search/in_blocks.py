@@ -78,7 +78,7 @@ def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module],
 
 
 def whole_advice(name: str) -> str:
-    """How a parameter is left whole, in all layers."""
+    """Returns the advice to leave a parameter whole in all layers."""
     pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
     return f"hints={{{pattern!r}: 'whole'}} leaves it whole for every number of ranks"
 
@@ -125,7 +125,7 @@ class _Check:
                 self.refuse(names.get(id(tensor), copy.module), text, atoms=finder.blamed(uses))
 
     def broadcast(self, step: Step) -> str:
-        """What of an operator sums the gradient of a tensor over the elements to which it is broadcast; "": nothing."""
+        """Returns a text if an operator sums the gradient of a tensor that it broadcasts, else ""."""
         if _base(step) not in EXACT:
             return ""
         size = max(tensor.numel() for tensor in step.outputs)
@@ -148,7 +148,7 @@ def _base(step: Step) -> str:
 
 
 def _dependence(step: Step) -> str:
-    """What of an operator on shards would depend on their cut; "": nothing."""
+    """Returns a text if the result of an operator on shards would depend on their sizes, else ""."""
     name, last, scaled = _base(step), step.inputs[0].dim() - 1, step.kwargs.get("alpha", 1) != 1
     if name in REPLACED:
         if name == "scaled_dot_product_attention":
