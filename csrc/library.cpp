@@ -111,8 +111,9 @@ TORCH_LIBRARY(tp_ext, m) {
   // x for each block of this rank, whose gradients are summed over all blocks; and products a_i b_i
   // of [n, rows, k] and [n, k, columns]
   m.def("block_copies(Tensor(a) x, str group, int blocks) -> Tensor(a)[]", tags);
-  // The tree over all blocks, from the complete nodes of this rank, [nodes, ..]
-  m.def("block_sum(Tensor nodes, str group, int blocks) -> Tensor", tags);
+  // The tree over all blocks, from the complete nodes of this rank, [nodes, ..]; scatter: this rank's
+  // slice of the dim after that of the nodes
+  m.def("block_sum(Tensor nodes, str group, int blocks, bool scatter=False) -> Tensor", tags);
   m.def("block_bmm(Tensor a, Tensor b) -> Tensor", tags);
   // Of the last dim of x [n, rows, columns]; blind: rows of -inf become 0, not NaN
   m.def("block_softmax(Tensor x, bool blind) -> Tensor", tags);
@@ -127,6 +128,8 @@ TORCH_LIBRARY(tp_ext, m) {
   // The sums of the columns of a matrix, each in the order of its rows; lengths: of the slices of
   // columns whose results must not depend on the others
   m.def("_column_sums(Tensor x, int[] lengths) -> Tensor", tags);
+  // The root of the tree of nodes [nodes, ..]: how many sums that wait are added after each of them
+  m.def("_tree_total(Tensor nodes, int[] joins, ScalarType dtype) -> Tensor", tags);
   // main_grad += dy^T x
   m.def("_add_weight_grad_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> ()", tags);
   // Identity; the gradient is added to main_grad and goes no further

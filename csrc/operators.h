@@ -67,7 +67,7 @@ Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTen
                         const std::string& group, bool sequence_parallel, int64_t blocks,
                         at::IntArrayRef segments);
 std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int64_t blocks);
-Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks);
+Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks, bool scatter);
 Tensor block_bmm(const Tensor& a, const Tensor& b);
 Tensor block_softmax(const Tensor& x, bool blind);
 Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -75,6 +75,7 @@ Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                        at::IntArrayRef kv_heads, bool causal, std::optional<double> scale,
                        std::optional<int64_t> window, std::optional<double> softcap);
 Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);
+Tensor _tree_total(const Tensor& nodes, at::IntArrayRef joins, at::ScalarType dtype);
 void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);
 Tensor accumulate_grad_into(const Tensor& x, const Tensor& main_grad);
 

@@ -52,16 +52,29 @@ struct BlockCopies : Function<BlockCopies> {
 
 struct BlockSum : Function<BlockSum> {
   static Tensor forward(AutogradContext* ctx, const Tensor& nodes, const std::string& group,
-                        int64_t number) {
-    ctx->saved_data["nodes"] = nodes.size(0);
+                        int64_t number, bool scatter) {
+    ctx->saved_data["shape"] = nodes.sizes();
+    ctx->saved_data["scattered_over"] = scatter ? group : std::string();
     const Unrecorded guard(nodes);
-    return comm::TreeSum::of_nodes(nodes, number, group, nodes.scalar_type()).wait();
+    const auto dtype = nodes.scalar_type();
+    return (scatter ? comm::TreeSum::of_nodes(nodes, number, group, slices(nodes.size(1), group),
+                                              dtype)
+                    : comm::TreeSum::of_nodes(nodes, number, group, dtype))
+        .wait();
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    std::vector<int64_t> shape{ctx->saved_data["nodes"].toInt()};
-    for (const int64_t size : grads[0].sizes()) shape.push_back(size);
-    return gradients({grads[0].unsqueeze(0).expand(shape)});
+    const auto shape = ctx->saved_data["shape"].toIntVector();
+    const auto group = ctx->saved_data["scattered_over"].toStringRef();
+    const Unrecorded guard(grads[0]);
+    const Tensor dy = comm::size(group) == 1
+                          ? grads[0]
+                          : comm::all_gather(grads[0], group, 0, slices(shape[1], group));
+    return gradients({dy.unsqueeze(0).expand(shape)});
+  }
+
+  static Split slices(int64_t n, const std::string& group) {
+    return tensor_split(n, comm::size(group));
   }
 };
 
@@ -132,10 +145,12 @@ std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int6
   return BlockCopies::apply(x, group, blocks);
 }
 
-Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks) {
+Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks, bool scatter) {
   refuse_forward_mode("block_sum", nodes);
   own_blocks(blocks, group);  // its check
-  return BlockSum::apply(nodes, group, blocks);
+  TORCH_CHECK_VALUE(nodes.dim() > (scatter ? 1 : 0), "nodes: shape ", nodes.sizes(),
+                    " must be [nodes, ..], with a dim to scatter");
+  return BlockSum::apply(nodes, group, blocks, scatter);
 }
 
 Tensor block_bmm(const Tensor& a, const Tensor& b) {

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/stack.h>
 
+#include "operators.h"
+
 namespace tp_ext::comm {
 
 using at::Tensor;
@@ -98,34 +100,48 @@ Split TreeSum::nodes_of_ranks(int64_t number, int64_t p) {
 }
 
 Tensor TreeSum::total(const Tensor& nodes, int64_t number, int64_t p, at::ScalarType dtype) {
-  TreeSum tree({number, 0, number});
-  int64_t i = 0;
+  std::vector<Place> waiting;
+  std::vector<int64_t> joins;
   for (int64_t rank = 0; rank < p; ++rank)
-    for (const Place& place : complete(blocks_of(number, rank, p)))
-      tree.push({place.level, place.index, nodes.select(0, i++)});
-  tree.next_ = number;
-  return tree.root().to(dtype);
+    for (const Place& place : complete(blocks_of(number, rank, p))) {
+      joins.push_back(0);
+      add_node(waiting, place, number, [&](const Place&, const Place&) { ++joins.back(); });
+    }
+  static const auto op = TP_OP(_tree_total);
+  return op.call(nodes, joins, dtype);
 }
 
 TreeSum::Pending TreeSum::reduce_scatter_async(const std::string& group, const Split& split,
                                                at::ScalarType dtype) && {
-  const int64_t number = blocks_.number, p = size(group);
-  if (p == 1)
-    return {comm::Pending(root(), nullptr), [dtype](const Tensor& sum) { return sum.to(dtype); }};
-  return {all_to_all_async(stacked(), group, 1, 0, split, nodes_of_ranks(number, p)),
-          [number, p, dtype](const Tensor& nodes) { return total(nodes, number, p, dtype); }};
+  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, split,
+                  dtype);
 }
 
 TreeSum::Pending TreeSum::all_reduce_async(const std::string& group, at::ScalarType dtype) && {
   return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, dtype);
 }
 
-TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
-                                   at::ScalarType dtype) {
-  const int64_t p = size(group);
-  const auto own = static_cast<int64_t>(complete(blocks_of(number, rank(group), p)).size());
+void TreeSum::check_nodes(const Tensor& nodes, int64_t number, const std::string& group) {
+  const auto own = static_cast<int64_t>(complete(blocks_of(number, rank(group), size(group))).size());
   TORCH_CHECK_VALUE(nodes.size(0) == own, "nodes: ", nodes.size(0), " must be the ", own,
                     " complete nodes of this rank's blocks");
+}
+
+TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
+                                   const Split& split, at::ScalarType dtype) {
+  check_nodes(nodes, number, group);
+  const int64_t p = size(group);
+  if (p == 1)
+    return {comm::Pending(nodes.select(0, 0), nullptr),
+            [dtype](const Tensor& sum) { return sum.to(dtype); }};
+  return {all_to_all_async(nodes, group, 1, 0, split, nodes_of_ranks(number, p)),
+          [number, p, dtype](const Tensor& nodes) { return total(nodes, number, p, dtype); }};
+}
+
+TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
+                                   at::ScalarType dtype) {
+  check_nodes(nodes, number, group);
+  const int64_t p = size(group);
   if (p == 1)
     return {comm::Pending(nodes.select(0, 0), nullptr),
             [dtype](const Tensor& sum) { return sum.to(dtype); }};

@@ -58,9 +58,12 @@ class TreeSum {
   };
   Pending all_reduce_async(const std::string& group, at::ScalarType dtype) &&;
 
-  // The sum over all blocks, on every rank, from the complete nodes of this rank, [nodes, ..]
+  // The sum over all blocks from the complete nodes of this rank, [nodes, ..]: on every rank, or
+  // this rank's slice of dim 0
   static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
                           at::ScalarType dtype);
+  static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
+                          const Split& split, at::ScalarType dtype);
   Pending reduce_scatter_async(const std::string& group, const Split& split,
                                at::ScalarType dtype) &&;
 
@@ -75,6 +78,7 @@ class TreeSum {
   at::Tensor stacked() const;
   static at::Tensor total(const at::Tensor& nodes, int64_t number, int64_t p, at::ScalarType dtype);
   static Split nodes_of_ranks(int64_t number, int64_t p);
+  static void check_nodes(const at::Tensor& nodes, int64_t number, const std::string& group);
 
   Blocks blocks_;
   int64_t next_;

@@ -181,6 +181,13 @@ def summed_columns(x: Tensor) -> Tensor:
     return x * _ops.column_sums(x.detach(), [n, x.shape[1] - n]).to(x.dtype)
 
 
+def root_of_tree(x: Tensor) -> Tensor:
+    """Slices of columns as the nodes of a tree in which the last of three moves up."""
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    nodes = torch.stack([wide.roll(i, 1) for i in range(3)])
+    return x * _ops.tree_total(nodes, [0, 1, 1], x.dtype)
+
+
 def chunk_of_tokens(x: Tensor, weight: Tensor) -> Tensor:
     """The logits of a chunk, and both gradients from them."""
     tokens, rows = x.detach(), weight.detach()
@@ -226,6 +233,7 @@ FAMILIES: dict[str, Family] = {
     "multi_tensor": Family(rows(same, lambda n: n // 2 + 1, lambda n: 1), clipped),
     "shard_pack": Family(rows(same), packed),
     "column_sums": Family(rows(same), summed_columns),
+    "tree_total": Family(rows(same), root_of_tree),
     "row_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.row_parallel_linear), False),
 }
 

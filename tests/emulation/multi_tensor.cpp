@@ -1,8 +1,9 @@
-// Many tensors in one pass: the sum of their squares, and their scaling.
+// Many tensors in one pass: the sum of their squares, their scaling, and their sum by a tree.
 
 #include "harness.h"
 
 #include "kernels/multi_tensor.cuh"
+#include "kernels/tree_total.cuh"
 
 using namespace emulation;
 using namespace tp_ext;
@@ -102,6 +103,34 @@ void vast_squares() {
   unmap(x, n), unmap(partial, blocks);
 }
 
+// A tree as a stack in plain loops, of n elements, by blocks that go round their loops
+template <typename T>
+void tree(const std::vector<uint8_t>& after, int64_t n) {
+  using A = acc_t<T>;
+  const auto count = static_cast<int64_t>(after.size());
+  const auto nodes = values<A>(count * n);
+  TreeJoins joins{static_cast<int>(count), {}};
+  std::copy(after.begin(), after.end(), joins.after);
+  Tensor<T> want(n);
+  for (int64_t i = 0; i < n; ++i) {
+    std::vector<A> waiting;
+    for (int64_t k = 0; k < count; ++k) {
+      A sum = nodes[k * n + i];
+      for (int left = after[k]; left > 0; --left, waiting.pop_back()) sum = waiting.back() + sum;
+      waiting.push_back(sum);
+    }
+    want[i] = from_acc<T>(waiting[0]);
+  }
+  const auto name = std::string("a tree of ") + std::to_string(count) + " nodes " + type_name<T>();
+  const auto [root] = run_in_every_order(name, [&] {
+    Tensor<T> root(n);
+    launch(std::min(grid_for(n), 2), kTreeThreads,
+           [&] { tree_total_kernel<T>(nodes, root, n, joins); });
+    return results(root);
+  });
+  expect_equal("root", root, want);
+}
+
 int program(int, char**) {
   for_all_types([](auto type) {
     using T = decltype(type);
@@ -111,6 +140,8 @@ int program(int, char**) {
     both<T>({{kTensorChunk + 1, 0}, {700, N}, {kTensorChunk, 1}});
     for (const int64_t n : {5 * N, 300 * N + 1})
       if (square_of_one<T>(n, 0) != square_of_one<T>(n, 1)) wrong("an address changes a sum");
+    tree<T>({0}, 3);
+    tree<T>({0, 1, 0, 2, 0, 1, 1}, 3 * kTreeThreads + 1);
   });
   both<float>(std::vector<TensorSpec>(kListTensors, {5, 0}));
   vast_squares();

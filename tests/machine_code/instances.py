@@ -92,6 +92,7 @@ def lists():
     for dtype in TYPES:
         for kernel in ("squared_norm_kernel", "multi_tensor_scale_kernel"):
             yield Instance("multi_tensor", kernel, (dtype,), 256, dtype)
+        yield Instance("tree_total", "tree_total_kernel", (dtype,), 256, dtype)
     yield Instance("multi_tensor", "sum_of_partials_kernel", (), 1024, DOUBLE)
 
 

@@ -56,13 +56,15 @@ def _same_bits(options, again):
         return results[0]
 
     expected = on(1, 1)
-    for dp, tp in ((2, 1), (1, 2), (2, 2), (4, 2)):
-        assert on(dp, tp) == expected, (dp, tp)
+    for dp, tp, zero in ((2, 1, 0), (1, 2, 0), (2, 2, 0), (4, 2, 0), (1, 1, 2), (2, 2, 2), (4, 1, 3)):
+        assert on(dp, tp, zero=zero) == expected, (dp, tp, zero)
     assert on(4, 1, **again) == expected
 
 
 @pytest.mark.parametrize(
-    "options, again", [({}, {"recompute": "full"}), ({"dtype": torch.float64}, {"zero": 1})], ids=["fp32", "fp64"]
+    "options, again",
+    [({}, {"recompute": "full"}), ({"dtype": torch.float64}, {"zero": 1})],
+    ids=["fp32", "fp64"],
 )
 def test_the_same_bits_for_every_number_of_data_ranks(options, again):
     run_fresh(_same_bits, options, again)
@@ -105,7 +107,6 @@ def _refused():
 
     refused(r"invariant_blocks: 8 must be the ranks of dp, 2, times microbatches = 2", invariant_blocks=8)
     refused(r"invariant_blocks: 0 must be an integer", invariant_blocks=0)
-    refused(r"invariant_blocks: 4 must not be given with zero = 2", invariant_blocks=4, zero=2)
     refused(r"invariant_blocks: 4 must not be given with compile", invariant_blocks=4, compile=True)
     refused(r"invariant_blocks: 4 must not be given with a mixture", invariant_blocks=4, model={"moe": {}})
 

@@ -46,6 +46,15 @@ def test_one_row_is_enough_and_what_no_row_shows_stays():
     assert predict(MODEL, got, Layout(tp=8), 64).step_time == pytest.approx(row[3], rel=0.01)
 
 
+def test_a_row_that_lost_time_elsewhere_does_not_spoil_the_others():
+    """Squares would move the others by several percent: the fit is near four rows, not between all five."""
+    rows = steps(MACHINE)
+    rows[0] = (*rows[0][:3], 1.3 * rows[0][3])
+    got = calibrate(MACHINE, rows)
+    for model, layout, batch, seconds in rows[1:]:
+        assert predict(model, got, layout, batch).step_time == pytest.approx(seconds, rel=0.02), layout
+
+
 def test_rows_of_another_number_of_devices():
     small = dataclasses.replace(MACHINE, count=8)
     seconds = 1.1 * predict(MODEL, small, Layout(tp=8), 64).step_time
@@ -85,7 +94,7 @@ def test_published_rows_are_all_compared(compared):
 
 
 @pytest.mark.parametrize(
-    "table, median, most", [("A", 0.08, 0.25), ("C", 0.10, 0.13), ("D", 0.10, 0.25), ("E", 0.04, 0.08)]
+    "table, median, most", [("A", 0.08, 0.25), ("C", 0.03, 0.08), ("D", 0.10, 0.25), ("E", 0.04, 0.08)]
 )
 def test_errors_of_published_steps(compared, table, median, most):
     """The median and the ninth decile of the errors of test rows; docs/reference/planner.md has all of them."""

@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import tp_ext
+from tests.helpers.planned_model import Model
 from tp_ext import planner
 from tp_ext.parallel.pipeline.schedules import SCHEDULES
 from tp_ext.planner import Layout, predict
@@ -18,52 +18,6 @@ SIZES = {"layers": 4, "hidden": 32, "heads": 8, "ffn": 64, "vocab": 64, "seq": 1
 EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 64}
 EVERY = 200
 SMALL = 16  # bytes: numbers of tokens, losses, whether all ranks have valid batches
-
-
-class Block(nn.Module):
-    def __init__(self, kv_heads, mesh, parallel, experts):
-        super().__init__()
-        h, tp = SIZES["hidden"], parallel
-        self.norm1, self.norm2 = tp_ext.RMSNorm(h, **tp), tp_ext.RMSNorm(h, **tp)
-        self.attention = tp_ext.ParallelAttention(
-            h, SIZES["heads"], num_kv_heads=kv_heads, rope=1e4, bias=False, context_group=mesh["cp"], **tp
-        )
-        if experts:
-            groups = {"expert_group": mesh["ep"], "data_groups": mesh["dp"], "context_group": mesh["cp"]}
-            self.mlp = tp_ext.ParallelMoE(
-                h, EXPERTS["expert_ffn"], EXPERTS["experts"], EXPERTS["top_k"], **groups, **tp
-            )
-        else:
-            self.mlp = tp_ext.ParallelMLP(h, SIZES["ffn"], activation="swiglu", bias=False, **tp)
-
-    def forward(self, x, layout):
-        x = x + self.attention(self.norm1(x), layout=layout)
-        return x + self.mlp(self.norm2(x))
-
-
-class Model(nn.Module):
-    """The model of ``planner.transformer``."""
-
-    def __init__(self, kv_heads, mesh, sp, experts):
-        super().__init__()
-        parallel = {"group": mesh["tp"], "sequence_parallel": sp}
-        self.mesh = mesh
-        self.embedding = tp_ext.VocabParallelEmbedding(SIZES["vocab"], SIZES["hidden"], **parallel)
-        self.blocks = nn.ModuleList(Block(kv_heads, mesh, parallel, experts) for _ in range(SIZES["layers"]))
-        self.norm = tp_ext.RMSNorm(SIZES["hidden"], **parallel)
-        self.head = tp_ext.VocabParallelLMHead(SIZES["hidden"], SIZES["vocab"], bias=False, **parallel)
-
-    def pipeline_parts(self):
-        return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
-
-    def forward(self, ids, layout):
-        x = self.embedding(ids.flatten())
-        for block in self.blocks:
-            x = block(x, layout)
-        return self.head(self.norm(x))
-
-    def loss(self, logits, target):
-        return tp_ext.vocab_parallel_cross_entropy(logits, target.flatten(), self.mesh["tp"], vocab_size=SIZES["vocab"])
 
 
 def drawn(seed):
@@ -101,14 +55,14 @@ def drawn(seed):
         return layout, r.choice((2, 4, 8)), dp * layout.micro_batch * pp * r.choice((1, 2))
 
 
-def trained(layout, kv_heads, batch, experts):
+def trained(layout, sizes, batch):
     """Returns the calls of a step on each rank, (axis, kind) -> (number, bytes), and the bytes of its tensors."""
     microbatches = layout.microbatches(batch)
     axes = {name: getattr(layout, name) for name in ("pp", "dp", "ep", "cp", "tp")}
 
     def run(rank, mesh):
         with torch.device("meta"):
-            model = Model(kv_heads, mesh, layout.sequence_parallel, experts)
+            model = Model(sizes, mesh, layout.sequence_parallel)
         run = tp_ext.parallelize(model, mesh, loss=model.loss, **layout.arguments(batch))
         optimizer = run.optimizer(torch.optim.AdamW)
         tokens = tp_ext.ContextLayout(batch=layout.micro_batch, seq=SIZES["seq"], group=mesh["cp"])
@@ -139,8 +93,8 @@ def trained(layout, kv_heads, batch, experts):
                 totals[axis, row.kind, "bytes"] += row.payload_bytes
         inner = getattr(optimizer, "optim", optimizer)
         states = [state for kept in inner.state.values() for state in kept.values() if state.dim()]
-        sizes = [_bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)]
-        return totals, sizes, mesh["pp"].get_local_rank()
+        held = [_bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)]
+        return totals, held, mesh["pp"].get_local_rank()
 
     return tp_ext.debug.simulate(run, axes)
 
@@ -158,10 +112,10 @@ def test_collectives_and_bytes_are_those_counted(seed):
     are one call; so those of the data axes of ZeRO 0 and 1, whose buckets torch chooses. Of exchanges over ep the
     number alone: a prediction takes even routing."""
     layout, kv_heads, batch = drawn(seed)
-    experts = seed % 2 == 1
-    model = planner.transformer(**SIZES, kv_heads=kv_heads, **(EXPERTS if experts else {}))
+    sizes = SIZES | {"kv_heads": kv_heads} | (EXPERTS if seed % 2 else {})
+    model = planner.transformer(**sizes)
     got = predict(model, planner.cluster("cpu", layout.ranks), layout, batch)
-    ranks = trained(layout, kv_heads, batch, experts)
+    ranks = trained(layout, sizes, batch)
     for totals, _, stage in ranks:
         want = Counter()
         for row in got.collectives[stage]:
@@ -175,9 +129,9 @@ def test_collectives_and_bytes_are_those_counted(seed):
         assert {key[:2] for key in totals} <= {key[:2] for key in want}, layout
     for stage, memory in enumerate(got.memory):
         # Of the rank that has most: of fewer experts than shards not each has one
-        sizes = [max(of_ranks) for of_ranks in zip(*(sizes for _, sizes, of in ranks if of == stage), strict=True)]
+        most = [max(of_ranks) for of_ranks in zip(*(held for _, held, of in ranks if of == stage), strict=True)]
         # FSDP2 keeps a shard between steps, of as many bytes as the gradient's
         kept = memory.gradients if layout.zero == 2 else memory.parameters
-        assert sizes[0] == pytest.approx(kept) and sizes[1] == pytest.approx(memory.gradients)
+        assert most[0] == pytest.approx(kept) and most[1] == pytest.approx(memory.gradients)
         if layout.zero != 1:  # whole parameters to ranks
-            assert sizes[2] == pytest.approx(memory.states)
+            assert most[2] == pytest.approx(memory.states)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.invariant_model import Model, optimizer_of
-from tp_ext.group import Group
+from tp_ext.group import Group, parallel_group
 
 MODELS: dict[str, dict[str, Any]] = {
     f"{name}, {dtype}": options | how
@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "gpt": {"vocab": 50257},  # grouped-query heads, qk-norm, RoPE, dropout, tied head
         "experts": {"moe": {}, "layers": 1},
         "latent attention": {"latent": {}, "layers": 1, "muon": True},
+        "llama by auto": {"llama": True},  # of transformers, unchanged
     }.items()
     for dtype, how in {
         "fp32": {},
@@ -39,6 +40,17 @@ MODELS: dict[str, dict[str, Any]] = {
     }.items()
 }
 RANKS = (1, 2, 3, 4, 8)
+
+
+def llama_by_auto(group: Group, dtype: torch.dtype) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, attention_dropout=0.1, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(dtype).train()
+    ids = torch.randint(101, (2, 13))
+    plan = tp_ext.auto.plan(model, {"input_ids": ids, "labels": ids}, parallel_group(group).size, invariant_blocks=8)
+    return tp_ext.auto.apply(plan, model, group)
 
 
 def train(
@@ -51,14 +63,18 @@ def train(
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
     muon: bool = False,
+    llama: bool = False,
     **options: Any,
 ) -> tuple[list[str], str]:
     """Loss and gradient norm of the steps [first, last) in hex, and the digest after them. From the checkpoint in
     ``folder`` on, where ``first`` is not 0; saved to it else."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    with tp_ext.tp_invariant():
-        model = Model(group, **options).to(dtype)
+    if llama:
+        model = llama_by_auto(group, dtype)
+    else:
+        with tp_ext.tp_invariant():
+            model = Model(group, **options).to(dtype)
     optimizer = optimizer_of(model, muon, lr=1e-3)
     if first and folder is not None:
         tp_ext.load_checkpoint(folder / "checkpoint", model, optimizer)
@@ -67,7 +83,7 @@ def train(
         torch.manual_seed(step)  # batch and masks by the step, not by what was drawn before
         ids, target = torch.randint(options.get("vocab", 101), (2, 2, 13))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(ids, target)
+            loss = model(input_ids=ids, labels=target).loss if llama else model(ids, target)
         loss.backward()
         norm = tp_ext.clip_grad_norm_(model, 0.5)
         numbers += [loss.item().hex(), norm.item().hex()]
@@ -92,10 +108,12 @@ def on_processes(group: dist.ProcessGroup, backend: str, steps: int, options: di
 
 def runs(steps: int, options: dict[str, Any], p: tuple[int, ...] = RANKS) -> Iterator[tuple[str, Any]]:
     """A description of each run, and what it gave."""
+    by_auto = "llama" in options  # which refuses sequence parallelism in blocks
     for size in p:
-        for sequence_parallel in (False, True) if size > 1 else (False,):
+        for sequence_parallel in (False, True) if size > 1 and not by_auto else (False,):
             name = f"p = {size}{', SP' if sequence_parallel else ''}"
-            yield name, simulated(size, steps, sequence_parallel=sequence_parallel, **options)
+            how = {} if by_auto else {"sequence_parallel": sequence_parallel}
+            yield name, simulated(size, steps, **how, **options)
     yield "p = 2, two threads", simulated(2, steps, threads=2, **options)
     for backend, size in (("gloo", 3), ("tp_shm", 2), ("tp_shm", 4)):
         results = ranks.run(on_processes, size, backend, steps, options, timeout=3600)
@@ -103,8 +121,9 @@ def runs(steps: int, options: dict[str, Any], p: tuple[int, ...] = RANKS) -> Ite
     with tempfile.TemporaryDirectory() as name:
         folder, half = Path(name), steps // 2
         numbers, _ = simulated(4, steps, last=half, folder=folder, **options)
-        others, digest = simulated(3, steps, first=half, folder=folder, sequence_parallel=True, **options)
-        yield "p = 4, then 3 with SP", (numbers + others, digest)
+        how = {} if by_auto else {"sequence_parallel": True}
+        others, digest = simulated(3, steps, first=half, folder=folder, **how, **options)
+        yield f"p = 4, then 3{'' if by_auto else ' with SP'}", (numbers + others, digest)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from tp_ext._ops.blocks import (
     block_softmax,
     block_sum,
     column_sums,
+    tree_total,
 )
 from tp_ext._ops.context import context_attention
 from tp_ext._ops.linear import (

@@ -5,6 +5,7 @@ C++: csrc/autograd/block_linear.cpp, block_sums.cpp; the tree: csrc/comm/tree_su
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tp_ext._ops.binding import Sizes, operator, primitive
@@ -62,14 +63,15 @@ def block_copies(x: Tensor, group: str, blocks: int) -> list[Tensor]:
 
 
 @operator
-def block_sum(nodes: Tensor, group: str, blocks: int) -> Tensor:
+def block_sum(nodes: Tensor, group: str, blocks: int, scatter: bool = False) -> Tensor:
     """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes, of which each has
     the gradient dy.
 
     Args:
         nodes: ``[nodes, ..]``: the nodes that are complete on this rank, in their order.
+        scatter: returns this rank's slice of dim 0, cut as by ``torch.tensor_split``.
 
-    Communicates: an all-to-all of the nodes, and an all-gather.
+    Communicates: an all-to-all of the nodes, and, without ``scatter``, an all-gather; backward that of the slices.
     """
 
 
@@ -118,6 +120,17 @@ def block_attention(
 
     Returns: ``[batch, heads, n, v_dim]``; 0 for a query that sees no key.
     """
+
+
+@primitive("_tree_total")
+def tree_total(nodes: Tensor, joins: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns the root of a tree of nodes, ``[..]``, added in their dtype and rounded once to ``dtype``.
+
+    Args:
+        nodes: ``[nodes, ..]``, fp32; fp64 for a root in fp64.
+        joins: for each node how many of the sums that wait are added to it, the latest first; then it waits itself.
+    """
+    return nodes.new_empty(nodes.shape[1:], dtype=dtype)
 
 
 @primitive("_column_sums")

@@ -266,8 +266,9 @@ def block_copies(*, x: Tensor, group: str, blocks: int) -> list[Typed]:
 
 
 @rule
-def block_sum(*, nodes: Tensor, group: str) -> Typed:
-    return summed(rules.einsum("n...->...", nodes, linear_in=[0]), group)
+def block_sum(*, nodes: Tensor, group: str, scatter: bool) -> Typed:
+    own = rules.einsum("n...->...", nodes, linear_in=[0])
+    return summed_and_scattered(own, group, 0) if scatter else summed(own, group)
 
 
 @rule

@@ -31,7 +31,8 @@ def norm_in_blocks(
         table: the parameters, the same on all ranks. groups: of the model. skipped: ids of parameters not to count.
         blocks: of the model. axes: the groups of its layouts. extra_axes: groups of ranks with other parameters.
 
-    Communicates: one all-reduce of ``8 blocks`` bytes per parameter over each axis.
+    Communicates: one all-reduce of ``8 blocks`` bytes per parameter over each axis; an all-gather of each gradient that
+    FSDP2 shards.
     """
     leaves = torch.zeros(len(table), blocks, dtype=torch.float64, device=table[0][0].device)
 
@@ -39,11 +40,11 @@ def norm_in_blocks(
         return _ops.multi_tensor_squared_norm([part.contiguous()])
 
     for row, (param, layout, terms) in zip(leaves, table, strict=True):
-        if isinstance(param, DTensor):
-            raise ValueError("parameters_or_module: FSDP2 must not shard a model built in tp_invariant")
         if not terms or id(param) in skipped:
             continue
         grad = sum(terms[1:], terms[0])
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()  # the shards of FSDP2 are no blocks: squares of a block may lie on two ranks
         if not layout:
             if groups.first:
                 row[0] = square(grad)

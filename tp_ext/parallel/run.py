@@ -97,7 +97,7 @@ def parallelize(
         invariant_blocks: of a model built in :func:`tp_ext.tp_invariant`: the bits of a step are the same for every
             number of ranks of ``dp``, too, which times ``microbatches`` must be this number: the gradients of all
             microbatches are added by one binary tree, in their order in the global batch. Not with ranks of ``pp``,
-            ``cp`` and ``ep``, experts, ``compile``, and ``zero`` 2 and 3.
+            ``cp`` and ``ep``, experts, and ``compile``.
 
     Communicates: the creation of groups; a checksum per parameter over the data axes; that of
     :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
@@ -119,7 +119,7 @@ def parallelize(
     axes = mesh_axes(NOT_GIVEN, mesh)
     check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, compile, autocast)
     known = census(model, axes)
-    check_invariant_blocks(known, axes, invariant_blocks, microbatches, zero, compile)
+    check_invariant_blocks(known, axes, invariant_blocks, microbatches, compile)
     check_model(known, mesh, zero, recompute)
     for layer in known.routing_layers.values():
         if layer.attach_loss is None:  # backward adds the gradient of the routers' losses, the mean over microbatches
@@ -229,7 +229,7 @@ class ParallelRun:
         materialise(model, device, reset_parameters, wrapped.blocks, sharding, wrapped.experts.values())
         self.state = model
         if invariant_blocks is not None:
-            self._tree = MicrobatchTree(model.parameters(), invariant_blocks, *data.axes)
+            self._tree = MicrobatchTree(model, invariant_blocks, *data.axes)
             return
         # A data axis of one rank is no replica. What FSDP2 shards it also sums
         if replicas.exist and not sharding:
@@ -349,8 +349,8 @@ class ParallelRun:
     def _train(self, i: int, args: Any, named: dict[str, Any], target: Tensor) -> None:
         last = i == self._microbatches - 1
         if isinstance(self.state, FSDPModule):
-            # Gradients add up on each rank; the sum over the data ranks is needed once
-            self.state.set_requires_gradient_sync(last)
+            # Gradients add up on each rank; the sum over the data ranks is needed once. A tree takes each microbatch's
+            self.state.set_requires_gradient_sync(last or self._tree is not None)
         # Around the forward, too, in which DDP decides whether its backward reduces
         with self._ddp.no_sync() if self._ddp is not None and not last else nullcontext():
             with record_function(f"forward {i}"), self._context(self.next_step, i):

@@ -49,9 +49,7 @@ def check_model(model: Census, mesh: DeviceMesh, zero: int, recompute: str | Non
         check_shards(model)
 
 
-def check_invariant_blocks(
-    model: Census, axes: MeshAxes, blocks: int | None, microbatches: int, zero: int, compile: bool
-) -> None:
+def check_invariant_blocks(model: Census, axes: MeshAxes, blocks: int | None, microbatches: int, compile: bool) -> None:
     """Raises ValueError unless the model was built in blocks and the options can sum its gradients by one tree of
     ``blocks`` microbatches; communicates nothing."""
     if blocks is None:
@@ -66,7 +64,6 @@ def check_invariant_blocks(
         "cp": context > 1,
         "ep": len(data.axes) > 1,
         "a mixture of experts": bool(model.routing_layers),
-        f"zero = {zero}": zero > 1,
         "compile": compile,
     }
     if found := next((name for name, given in refused.items() if given), None):
