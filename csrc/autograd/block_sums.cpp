@@ -57,9 +57,9 @@ struct BlockSum : Function<BlockSum> {
     ctx->saved_data["scattered_over"] = scatter ? group : std::string();
     const Unrecorded guard(nodes);
     const auto dtype = nodes.scalar_type();
-    return (scatter ? comm::TreeSum::of_nodes(nodes, number, group, slices(nodes.size(1), group),
-                                              dtype)
-                    : comm::TreeSum::of_nodes(nodes, number, group, dtype))
+    return (scatter
+                ? comm::TreeSum::of_nodes(nodes, number, group, slices(nodes.size(1), group), dtype)
+                : comm::TreeSum::of_nodes(nodes, number, group, dtype))
         .wait();
   }
 

@@ -122,7 +122,8 @@ TreeSum::Pending TreeSum::all_reduce_async(const std::string& group, at::ScalarT
 }
 
 void TreeSum::check_nodes(const Tensor& nodes, int64_t number, const std::string& group) {
-  const auto own = static_cast<int64_t>(complete(blocks_of(number, rank(group), size(group))).size());
+  const auto own =
+      static_cast<int64_t>(complete(blocks_of(number, rank(group), size(group))).size());
   TORCH_CHECK_VALUE(nodes.size(0) == own, "nodes: ", nodes.size(0), " must be the ", own,
                     " complete nodes of this rank's blocks");
 }

@@ -45,12 +45,11 @@ class Pricing {
     }
   }
 
-  // A kernel that ends sooner than the host launches the next one waits for it
   void kernel(Seconds& seconds, double Seconds::*part, double time) const {
     seconds.*part += time;
-    seconds.host += std::max(0.0, machine_.launch - time);
+    seconds.host += machine_.host(time);
   }
-  double lasting(double time) const { return std::max(time, machine_.launch); }
+  double lasting(double time) const { return time + machine_.host(time); }
   void memory(Seconds& seconds, double bytes) const {
     if (bytes > 0) kernel(seconds, &Seconds::memory, bytes / machine_.memory_bandwidth);
   }
@@ -61,7 +60,7 @@ class Pricing {
     if (group.size <= 1 || payload <= 0) return;
     const double time = axis == Axis::Cp ? machine_.message(group.stride, payload)
                                          : machine_.collective(kind, group, payload);
-    const double exposed = number * shown(time, hidden);
+    const double exposed = number * machine_.shown(time, hidden);
     const Traffic row{axis, kind, group.size, number, payload, number * time, exposed};
     add_traffic(layer_.traffic, row);
     if (&seconds == &layer_.forward) forward_traffic_.push_back(row);

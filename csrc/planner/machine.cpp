@@ -20,13 +20,17 @@ double filled(double m, double n, double tile_m, double tile_n, double units) {
 
 double Curve::at(double m, double n, double k) const {
   if (!table.empty()) {
-    const auto distance = [&](const std::array<double, 4>& row) {
+    // Shepard's interpolation: near rows count most, and a row of this shape alone
+    double sum = 0, weights = 0;
+    for (const auto& row : table) {
       const double dm = std::log(row[0] / m), dn = std::log(row[1] / n), dk = std::log(row[2] / k);
-      return dm * dm + dn * dn + dk * dk;
-    };
-    return (*std::min_element(table.begin(), table.end(), [&](const auto& one, const auto& other) {
-      return distance(one) < distance(other);
-    }))[3];
+      const double squared = dm * dm + dn * dn + dk * dk;
+      if (squared < 1e-12) return row[3];
+      const double weight = 1 / (squared * squared);
+      sum += weight * row[3];
+      weights += weight;
+    }
+    return sum / weights;
   }
   // Libraries choose among tiles; the quarter is the choice for small results
   const double part =

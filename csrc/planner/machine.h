@@ -26,11 +26,6 @@ struct Level {
 // Multiprocessors that the kernels of a collective occupy: 16 of an A100's 108
 constexpr double kOccupied = 0.15;
 
-// What a collective adds to a computation during which it runs
-inline double shown(double time, double computed) {
-  return std::max(0.0, time - computed) + kOccupied * std::min(time, computed);
-}
-
 // Ranks at a distance of stride from one another
 struct Group {
   int64_t size = 1, stride = 1;
@@ -54,10 +49,20 @@ struct Machine {
   Curve blocks, other;
   double attention = 0.5;  // share of peak_other
   double memory_bandwidth = 1, memory = 0, launch = 0;
+  double optimizer_bandwidth = 1;  // bytes/s of the optimizer
+  // Whether kernels and collectives run beside the host and each other; on a CPU its cores do all
+  bool asynchronous = true;
   double gather = 1;  // share of the links' bandwidth that ZeRO's collectives reach
   int64_t count = 1;
   std::vector<Level> levels;
 
+  // What a collective adds to a computation during which it runs
+  double shown(double time, double computed) const {
+    const double occupied = asynchronous ? kOccupied : 1;
+    return std::max(0.0, time - computed) + occupied * std::min(time, computed);
+  }
+  // What the host adds to a kernel: a short one ends before the next is launched
+  double host(double time) const { return asynchronous ? std::max(0.0, launch - time) : launch; }
   // By FLOPs, or by the bytes that it moves if these take longer
   double gemm(double m, double n, double k, bool in_blocks, double moved) const;
   double collective(Collective kind, Group group, double payload) const;

@@ -108,11 +108,11 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     const double gather = time(Collective::AllGather, layout.param_bytes);
     const double reduce = time(Collective::ReduceScatter, layout.grad_bytes);
     const double forward = block.forward.total(), backward = block.backward();
-    stage.forward_gathers += rounds * (number * shown(gather, forward) +
+    stage.forward_gathers += rounds * (number * machine_.shown(gather, forward) +
                                        std::min(gather, forward));  // nothing precedes the first
     const double both = (again ? gather : 0) + reduce;
-    const double last = number * shown(both, backward) + std::min(reduce, backward);
-    const double others = again ? number * shown(gather, backward) : 0;
+    const double last = number * machine_.shown(both, backward) + std::min(reduce, backward);
+    const double others = again ? number * machine_.shown(gather, backward) : 0;
     stage.backward_gathers += (last + others * (microbatches - 1)) / microbatches;
   }
 }
@@ -279,7 +279,7 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
                         double share) {
     if (group.size == 1 || payload <= 0) return;
     const double time = number * machine_.collective(kind, group, payload) / share;
-    const double seen = shown(time, hidden);
+    const double seen = machine_.shown(time, hidden);
     exposed += seen;
     if (rows) add_traffic(*rows, {Axis::Dp, kind, group.size, number, payload, time, seen});
   };
@@ -334,7 +334,7 @@ double Planner::optimizer_time(const Layout& layout, const Memory& memory) const
   if (layout.zero == 1 || layout.zero == 2) parameters /= shards;
   if (layout.zero == 1) gradients /= shards;
   const double moved = 2 * parameters + gradients + 2 * memory.states;
-  return moved / machine_.memory_bandwidth;
+  return moved / machine_.optimizer_bandwidth;
 }
 
 // A lower bound of the simulated step: no rank is faster than all of its work, after the forward

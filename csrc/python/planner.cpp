@@ -120,6 +120,8 @@ void bind_values(py::module_& m) {
       .def_readwrite("other", &Machine::other)
       .def_readwrite("attention", &Machine::attention)
       .def_readwrite("memory_bandwidth", &Machine::memory_bandwidth)
+      .def_readwrite("optimizer_bandwidth", &Machine::optimizer_bandwidth)
+      .def_readwrite("asynchronous", &Machine::asynchronous)
       .def_readwrite("memory", &Machine::memory)
       .def_readwrite("launch", &Machine::launch)
       .def_readwrite("gather", &Machine::gather)

@@ -2,10 +2,10 @@
 
 import os
 import pickle
-import queue
 import signal
 import time
 from datetime import timedelta
+from multiprocessing import connection
 from typing import NamedTuple
 
 import torch
@@ -110,8 +110,8 @@ class Report(NamedTuple):
     error: str | None
 
 
-def train(port, name, rank, backend, steps, least, timeout, point, pause, later, out):
-    """One rank of a replica: puts its :class:`Report` into the queue.
+def train(port, name, rank, backend, steps, least, timeout, wait, point, pause, later, out):
+    """One rank of a replica: sends its :class:`Report` through the pipe ``out``.
 
     ``least``: step -> the number of replicas that it waits for, or a key of the store; ``later``: None, or a word of a
     replica that comes later, with other weights.
@@ -131,7 +131,7 @@ def train(port, name, rank, backend, steps, least, timeout, point, pause, later,
 
     def report(state, states, error):
         # Tensors by value: this process ends
-        out.put(pickle.dumps(Report(name, rank, later, history, longest, state, states, error)))
+        out.send_bytes(pickle.dumps(Report(name, rank, later, history, longest, state, states, error)))
 
     try:
         while elastic.step < steps:
@@ -140,7 +140,7 @@ def train(port, name, rank, backend, steps, least, timeout, point, pause, later,
             elastic._least = waits if isinstance(waits, int) else 1
             if isinstance(waits, str):
                 store.get(waits)
-            with elastic.begin(wait=60):
+            with elastic.begin(wait=wait):
                 ids, target = batch(elastic.step, name)
                 count = int((target != -100).sum())
                 value = loss_of(net, ids, target, group) / count if count else loss_of(net, ids, target, group) * 0
@@ -162,17 +162,21 @@ def train(port, name, rank, backend, steps, least, timeout, point, pause, later,
     except Exception as error:  # its type and text are what is tested
         report(None, None, f"{type(error).__name__}: {error}")
     out.close()
-    out.join_thread()
     os._exit(0)  # without the destructors of what was abandoned
 
 
 class Jobs:
-    """Three replicas of two ranks, and later ones; the ``timeout`` is long: ranks of a busy machine wait for a core."""
+    """Three replicas of two ranks, and later ones; the ``timeout`` is long: ranks of a busy machine wait for a core.
+    ``wait``: as of ``begin``, of one that comes when the others have ended, too."""
 
-    def __init__(self, backend, steps, least=None, pause=0.0, timeout=30.0):
+    def __init__(self, backend, steps, least=None, pause=0.0, timeout=30.0, wait=60.0):
+        # The server of the store looks up the name of each connection's address, and stands still meanwhile: 5 s where
+        # no name server answers
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.out = ranks._context.Queue()
-        self.backend, self.steps, self.pause, self.timeout = backend, steps, pause, timeout
+        # A pipe for each rank: one that is killed may hold the lock of a queue, for ever
+        self.reports = []
+        self.backend, self.steps, self.pause, self.timeout, self.wait = backend, steps, pause, timeout, wait
         self.least = {0: 3} | (least or {})
         self.processes = []
 
@@ -180,10 +184,13 @@ class Jobs:
         """Starts a replica; its rank ``dies`` kills itself at a point."""
         started = []
         for rank in range(TP):
-            args = (self.store.port, name, rank, self.backend, self.steps, self.least, self.timeout)
-            args = (*args, point if rank == dies else None, self.pause, later, self.out)
+            args = (self.store.port, name, rank, self.backend, self.steps, self.least, self.timeout, self.wait)
+            report, out = ranks._context.Pipe(duplex=False)
+            args = (*args, point if rank == dies else None, self.pause, later, out)
             process = ranks._context.Process(target=train, args=args, daemon=True)
             process.start()
+            out.close()  # it is the rank's alone, so that its death ends the pipe
+            self.reports.append(report)
             started.append(process)
         self.processes += started
         return started
@@ -195,16 +202,16 @@ class Jobs:
 
     def results(self, timeout=300.0):
         """The reports of the ranks that were not killed; waits until all have ended."""
-        reports, until = [], time.monotonic() + timeout
-        while time.monotonic() < until:
-            alive = any(process.is_alive() for process in self.processes)
-            try:
-                reports.append(pickle.loads(self.out.get(timeout=0.1)))
-            except queue.Empty:
-                if not alive:
-                    break
+        reports, until, waiting = [], time.monotonic() + timeout, set(self.reports)
+        while waiting and time.monotonic() < until:
+            for one in connection.wait(waiting, timeout=until - time.monotonic()):
+                try:
+                    reports.append(pickle.loads(one.recv_bytes()))
+                except EOFError:  # the rank has ended
+                    waiting.remove(one)
         for process in self.processes:
             process.kill()
+            process.join()
         return reports
 
 

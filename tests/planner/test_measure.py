@@ -18,6 +18,7 @@ def test_a_profile_of_this_process_predicts():
     assert got.count == 1 and type(got).from_json(got.to_json()) == got
     assert 1e9 < got.device.peak["fp32"] < 1e13 and 1e8 < got.device.memory_bandwidth < 1e12
     assert max(row[4] for row in got.device.gemm.table if row[3] == "fp32") == 1.0
+    assert not got.device.asynchronous and 0.001 < got.device.gemm.attention < 1 and got.device.gemm.optimizer > 0.01
     assert predict(MODEL, got, Layout(dtype="fp32"), 4).step_time > 0
 
 

@@ -99,7 +99,34 @@ def test_efficiency_of_tiles_waves_and_tables():
     assert curve(640, 64, 64) == pytest.approx(1.0)  # tiles of a quarter
     assert EfficiencyCurve(share={"bf16": 0.8}, half_k=128)(10**5, 10**5, 128) == pytest.approx(0.4, rel=1e-2)
     table = dataclasses.replace(curve, table=((64, 64, 64, "bf16", 0.1), (4096, 4096, 4096, "bf16", 0.9)))
-    assert table(4000, 4000, 4000) == 0.9 and table(70, 60, 64) == 0.1 and table(64, 64, 64, "fp8") != 0.1
+    assert table(64, 64, 64) == 0.1 and table(64, 64, 64, "fp8") != 0.1
+    assert table(4000, 4000, 4000) == pytest.approx(0.9) and table(70, 60, 64) == pytest.approx(0.1)
+    assert table(512, 512, 512) == pytest.approx(0.5)  # half-way
+
+
+def test_a_device_that_is_not_asynchronous_adds_what_others_hide():
+    """Launches and collectives beside kernels: on a CPU the same cores do all."""
+    model = planner.transformer(layers=2, hidden=512, heads=8, vocab=512, seq=256)
+    gpu = planner.cluster("h100-sxm", 8)
+    cpu = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, asynchronous=False))
+    hidden, all_of_it = (planner.predict(model, on, Layout(dp=4, tp=2, zero=3), 8) for on in (gpu, cpu))
+    assert all_of_it.breakdown["host"] > hidden.breakdown["host"] > 0
+    for mine, other in zip(all_of_it.collectives[0], hidden.collectives[0], strict=True):
+        assert mine.exposed == pytest.approx(mine.time) or mine.axis == "dp"
+        assert mine.time == other.time and mine.exposed >= other.exposed
+    assert all_of_it.breakdown["dp"] > hidden.breakdown["dp"]
+
+
+def test_a_share_for_the_optimizer():
+    model = planner.transformer(layers=2, hidden=512, heads=8, vocab=512, seq=256)
+    one = planner.cluster("h100-sxm", 1)
+    slow = dataclasses.replace(one.device, gemm=dataclasses.replace(one.device.gemm, optimizer=0.07))
+    times = [
+        planner.predict(model, dataclasses.replace(one, device=device), Layout(), 8).breakdown
+        for device in (one.device, slow)
+    ]
+    assert times[1]["optimizer"] == pytest.approx(10 * times[0]["optimizer"])
+    assert times[1]["memory_bound"] == times[0]["memory_bound"]
 
 
 def test_a_layout_resolves_and_counts():

@@ -23,7 +23,7 @@ STEPS, PAUSE = 12, 0.02
 def one_round(seed, backend):
     """Returns the seconds of the longest step, and the replicas of the last step; raises AssertionError."""
     draw = random.Random(seed)
-    jobs = Jobs(backend, STEPS, pause=PAUSE, timeout=5.0)
+    jobs = Jobs(backend, STEPS, pause=PAUSE, timeout=5.0, wait=20.0)
     ranks = {name: jobs.start(name) for name in "012"}
     # Until all have had a step: the first one waits for all three replicas
     for key in (f"begun/{name}/{rank}" for name in "012" for rank in range(TP)):

@@ -51,12 +51,15 @@ class Pulse:
         return bool(keys) and bool(self._look(keys))
 
     def _look(self, keys: dict[str, str]) -> set[str]:
+        asked = time.monotonic()
         values, now = self._store.multi_get(list(keys)), time.monotonic()
+        # A store that does not answer has no sign of life of anybody: that time says nothing about the ranks. The
+        # server of torch's TCPStore stands still while it looks up the name of a new connection's address
+        unknown = now - asked
         found = set()
         for (key, replica), value in zip(keys.items(), values, strict=True):
             before, since = self._seen.get(key, (b"", now))
-            if before != value:
-                since = now
+            since = now if before != value else since + unknown
             self._seen[key] = value, since
             if value == LEFT.encode() or now - since >= self._silence:
                 found.add(replica)

@@ -1,7 +1,7 @@
 """The gradients of microbatches as one tree over those of all data ranks, for ``parallelize(invariant_blocks=)``."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,7 @@ class _ShardedTree:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if self._data.size > 1:
-            module.set_custom_reduce_scatter(self)
+            module.set_custom_reduce_scatter(cast(Any, self))  # the class of the interface is private
         else:  # FSDP2 then reduces nothing, but calls this hook
             module.set_all_reduce_hook(lambda grad: self._reduce(grad, grad))
 

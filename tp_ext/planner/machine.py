@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tp_ext._build import load
-from tp_ext._checks import check_choice, check_int, check_number
+from tp_ext._checks import check_bool, check_choice, check_int, check_number
 from tp_ext.planner.values import FixedDict, Value
 
 CLASSES = {"fp32": "fp32", "fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
@@ -33,8 +33,8 @@ class EfficiencyCurve(Value):
 
     idle is what is missing to a first wave, and half of what is missing to the last of several;
 
-    and by tiles of a quarter where these are better. A measured table comes first: of its
-    rows ``(m, n, k, dtype, share)`` with the dtype the nearest one, in logarithms.
+    and by tiles of a quarter where these are better. A measured table comes first, of rows ``(m, n, k, dtype, share)``:
+    the mean of those with the dtype, each with the weight 1 / distance^4, the distance being that of the logarithms.
 
     Attributes:
         share: of each class of :attr:`Device.peak` the share of a large GEMM; a class that is not there has 0.7.
@@ -42,7 +42,7 @@ class EfficiencyCurve(Value):
             at which half of ``share`` is reached in bf16; of another dtype by its peak times more, since what a tile
             waits for takes equally long.
         attention: share of the bf16 peak of fused attention.
-        memory: share of the memory bandwidth that kernels reach.
+        memory: share of the memory bandwidth that kernels reach. optimizer: that of the optimizer; None: ``memory``.
     """
 
     share: Mapping[str, float] = field(default_factory=FixedDict)
@@ -51,12 +51,15 @@ class EfficiencyCurve(Value):
     half_k: float = 128.0
     attention: float = 0.5
     memory: float = 0.85
+    optimizer: float | None = None
     table: tuple[tuple[int, int, int, str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_int(least=1, units=self.units)
         check_number(least=0, half_k=self.half_k)
         check_number(above=0, attention=self.attention, memory=self.memory)
+        if self.optimizer is not None:
+            check_number(above=0, optimizer=self.optimizer)
         for kind, value in self.share.items():
             _check_positive(f"share[{kind!r}]", value)
         self._set("share", FixedDict(self.share))
@@ -89,7 +92,8 @@ class Device(Value):
     Attributes:
         peak: FLOP/s of ``fp32``, ``bf16`` (also for fp16), ``fp8`` (also for mxfp8) and ``fp4`` (for nvfp4), dense.
         memory_bandwidth: bytes/s. memory: bytes. reserve: bytes of it that are never ours: context, NCCL, allocator.
-        launch: seconds from one kernel to the next.
+        launch: seconds from one kernel to the next; of a device that is not asynchronous, what the host adds to each.
+        asynchronous: kernels run beside the host, and collectives beside kernels. False: a CPU, which does all itself.
         gemm: the share of the peak that a GEMM reaches.
     """
 
@@ -99,6 +103,7 @@ class Device(Value):
     memory: float = field(kw_only=True)
     reserve: float = field(default=0, kw_only=True)
     launch: float = field(default=2e-6, kw_only=True)
+    asynchronous: bool = field(default=True, kw_only=True)
     gemm: EfficiencyCurve | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -112,6 +117,7 @@ class Device(Value):
             _check_positive(f"peak[{key!r}]", value)
         check_number(above=0, memory_bandwidth=self.memory_bandwidth, memory=self.memory)
         check_number(least=0, reserve=self.reserve, launch=self.launch)
+        check_bool(asynchronous=self.asynchronous)
         if self.gemm is not None and not isinstance(self.gemm, EfficiencyCurve):
             raise TypeError(f"gemm: {self.gemm!r} must be an EfficiencyCurve or None")
         self._set("peak", FixedDict(self.peak))

@@ -1,14 +1,17 @@
 """The profile of this machine, by timing GEMMs, memory-bound kernels and collectives."""
 
-import math
+import itertools
 import os
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
+from tp_ext import _ops
 from tp_ext._checks import check_number
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.group import Group, process_group
@@ -16,22 +19,29 @@ from tp_ext.planner.machine import Cluster, Device, EfficiencyCurve, Link
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SIZES = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 8192)}
+_FEW = {"cpu": (64, 256), "cuda": _SIZES["cuda"]}  # of bf16, which some CPUs compute at a tenth of the speed
 _LARGE = {"cpu": 2**25, "cuda": 2**30}  # bytes of a copy, more than caches hold
+_WIDE = {"cpu": 1024, "cuda": 8192}  # tokens, and features of the other kernels
+_HEADS, _HEAD_DIM = 8, 64
 _SMALL, _BIG = 2**12, 2**24  # bytes of a collective
+_CHUNKS = 4  # of the time for a kernel, of which the fastest counts
 
 
 def measure(device: torch.device | str | None = None, group: Group = None, minutes: float = 2) -> Cluster:
     """Measures this machine: a device for each rank of ``group``, joined by one level of links.
 
-    Times the best of repeated runs of GEMMs of fp32 and bf16 (a table for :class:`EfficiencyCurve`; the peak is the
-    fastest of them), of a sum of large tensors, of a kernel of one element, and of all-reduces of 4 KiB and 16 MiB,
-    from which latency and bandwidth of a ring follow.
+    Times the three GEMMs of a linear in fp32 and bf16 (a table for :class:`EfficiencyCurve`; the peak is the fastest of
+    them); forward and backward of attention, of a norm, an activation and a residual; AdamW; a sum of large tensors; a
+    linear of one element, which is the host's; and all-reduces of 4 KiB and 16 MiB, from which latency and bandwidth of
+    a ring follow. Each time is a mean over many calls, of all ranks at once, so that what they share (a core, a
+    memory) is shared as in training; of four such means the least counts.
 
     Args:
         device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they
             will train; None: this process alone. minutes: at most so long.
 
-    Communicates: the all-reduces, and an exchange of what each rank measured, of which all take the median.
+    Communicates: a barrier for each kernel, the all-reduces, and an exchange of what each rank measured, of which all
+    take the median.
 
     Raises:
         ValueError: ``minutes`` is no number above 0.
@@ -41,7 +51,7 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     where = torch.device(kind)
     ranks = None if group is None else process_group(group)
     seconds = 60 * minutes
-    rates = _kernels(where, 0.7 * seconds) | (_links(where, ranks, 0.2 * seconds) if ranks is not None else {})
+    rates = _kernels(where, ranks, 0.75 * seconds) | (_links(where, ranks, 0.2 * seconds) if ranks is not None else {})
     everyone = [rates] if ranks is None else all_gather_objects(rates, ranks)
     medians = {name: sorted(of_rank[name] for of_rank in everyone)[len(everyone) // 2] for name in rates}
     count = 1 if ranks is None else ranks.size()
@@ -54,54 +64,101 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
         if words[0] == "gemm":
             m, n, k = map(int, words[2:])
             table.append((m, n, k, words[1], flops / peak[words[1]]))
+    bandwidth = medians["bytes"]
     measured_device = Device(
         torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
         peak=peak,
-        memory_bandwidth=medians["bytes"],
+        memory_bandwidth=bandwidth,
         memory=_memory(where, count),
         launch=medians["launch"],
-        # A GEMM of two cores has no fused attention that is faster than its products
-        gemm=EfficiencyCurve(table=tuple(table), memory=1.0, attention=0.5),
+        asynchronous=where.type != "cpu",
+        gemm=EfficiencyCurve(
+            table=tuple(table),
+            attention=medians["attention"] / peak["bf16" if where.type == "cuda" else "fp32"],
+            memory=medians["pointwise"] / bandwidth,
+            optimizer=medians["optimizer"] / bandwidth,
+        ),
     )
     link = Link(medians.get("latency", 0.0), medians.get("bandwidth", 1e12))
     return Cluster(measured_device, count, (link,))
 
 
-def _best(call: Callable[[], object], where: torch.device, seconds: float) -> float:
-    """Returns the least time of one call, of as many as fit."""
+def _finished(where: torch.device) -> float:
+    """Returns the time when all that was begun has ended."""
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    return time.perf_counter()
+
+
+def _mean(call: Callable[[], object], where: torch.device, seconds: float, ranks: ProcessGroup | None = None) -> float:
+    """Returns the time of a call: the least of some means over calls in a row, of all ranks at once."""
+    begin = _finished(where)
     call()
-    end, best = time.perf_counter() + seconds, math.inf
-    while True:
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        begin = time.perf_counter()
-        call()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        now = time.perf_counter()
-        best = min(best, now - begin)
-        if now > end:
-            return best
+    best = _finished(where) - begin
+    if ranks is not None:
+        dist.barrier(ranks)
+    for _ in range(_CHUNKS if best < seconds / _CHUNKS else best < seconds):
+        begin = now = _finished(where)
+        calls = 0
+        while calls == 0 or now - begin < seconds / _CHUNKS:
+            call()
+            calls += 1
+            now = _finished(where)
+        best = min(best, (now - begin) / calls)
+    return best
 
 
-def _kernels(where: torch.device, seconds: float) -> dict[str, float]:
-    """Returns FLOP/s of GEMMs by size, bytes/s of a sum, seconds of a small kernel."""
-    sizes = _SIZES[where.type]
-    shapes = [(m, n, k) for m in sizes for n in sizes for k in sizes]
-    each = seconds / (len(shapes) * len(_DTYPES) + 2)
+def _kernels(where: torch.device, ranks: ProcessGroup | None, seconds: float) -> dict[str, float]:
+    """Returns FLOP/s of GEMMs by size and of attention, bytes/s of the other kernels, seconds of the host."""
+    shapes = {
+        name: list(itertools.product(sizes[where.type], repeat=3)) for name, sizes in (("fp32", _SIZES), ("bf16", _FEW))
+    }
+    each = seconds / (len(shapes["fp32"]) + len(shapes["bf16"]) + 5)
     rates = {}
     for name, dtype in _DTYPES.items():
-        for m, n, k in shapes:
-            a, b = torch.ones(m, k, dtype=dtype, device=where), torch.ones(n, k, dtype=dtype, device=where)
-            taken = _best(lambda a=a, b=b: torch.nn.functional.linear(a, b), where, each)  # type: ignore[misc]
-            rates[f"gemm {name} {m} {n} {k}"] = 2 * m * n * k / taken
+        for m, n, k in shapes[name]:
+            x, w, dy = (torch.ones(shape, dtype=dtype, device=where) for shape in ((m, k), (n, k), (m, n)))
+
+            def linear(x: Tensor = x, w: Tensor = w, dy: Tensor = dy) -> None:
+                x @ w.t(), dy @ w, dy.t() @ x
+
+            taken = _mean(linear, where, each, ranks)
+            rates[f"gemm {name} {m} {n} {k}"] = 6 * m * n * k / taken
     large = torch.ones(_LARGE[where.type] // 4, device=where)
-    result, small = torch.empty_like(large), torch.ones(1, device=where)
-    rates["bytes"] = 3 * large.nbytes / _best(lambda: torch.add(large, large, out=result), where, each)
-    if where.type == "cuda":  # launches, of which the device waits for none
-        rates["launch"] = _best(lambda: [small.add_(1) for _ in range(100)], where, each) / 100
-    else:
-        rates["launch"] = _best(lambda: small.add_(1), where, each)
+    result = torch.empty_like(large)
+    rates["bytes"] = 3 * large.nbytes / _mean(lambda: torch.add(large, large, out=result), where, each, ranks)
+
+    # The bytes by which a prediction counts these kernels, workload.py and layer.cpp
+    n = _WIDE[where.type]
+    x, gate, weight = (torch.randn(shape, device=where, requires_grad=True) for shape in ((n, n), (n, 2 * n), (n,)))
+    dy = torch.randn(n, n, device=where)
+
+    def block() -> None:
+        hidden = x + _ops.rms_norm(x, weight, 1e-5)
+        torch.autograd.grad(hidden + _ops.gated_act(gate, None, "swiglu"), (x, gate, weight), dy)
+
+    rates["pointwise"] = 4 * n * n * (2 + 3 + 3 + 5 + 2 * (3 + 1)) / _mean(block, where, each, ranks)
+
+    tokens = n // _HEADS
+    query, key, value = (
+        torch.randn(_HEADS, _HEADS, tokens, _HEAD_DIM, device=where, requires_grad=True) for _ in range(3)
+    )
+
+    def attention() -> None:
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(y, (query, key, value), y)
+
+    flops = 2 * _HEADS * tokens * tokens * 0.5 * _HEADS * 2 * _HEAD_DIM
+    rates["attention"] = (1 + 2.5 / 0.8) * flops / _mean(attention, where, each, ranks)
+
+    params = [torch.nn.Parameter(torch.randn(n, n, device=where)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(params)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    rates["optimizer"] = 4 * 4 * n * n * (2 + 1 + 2 * 2) / _mean(optimizer.step, where, each, ranks)
+
+    small, host = torch.ones(1, 1, device=where), torch.nn.Linear(1, 1, device=where)
+    rates["launch"] = _mean(lambda: host(small).backward(), where, each, ranks) / 3  # a kernel each: y, dw, db
     return rates
 
 
@@ -113,14 +170,18 @@ def _links(where: torch.device, ranks: ProcessGroup, seconds: float) -> dict[str
     times = []
     for payload in (_SMALL, _BIG):
         tensor = torch.ones(payload // 4, device=where)
+
+        def mean(calls: int, tensor: Tensor = tensor) -> float:
+            begin = _finished(where)
+            for _ in range(calls):
+                dist.all_reduce(tensor, group=ranks)
+            return (_finished(where) - begin) / calls
+
+        taken = [mean(3) for _ in range(2)]
         # The number of calls must be that of all ranks
-        taken = [_best(lambda t=tensor: dist.all_reduce(t, group=ranks), where, 0) for _ in range(3)]  # type: ignore[misc]
-        number = torch.tensor([max(3, min(200, int(seconds / 2 / max(taken))))], device=where)
+        number = torch.tensor([max(3, min(200, int(seconds / 2 / _CHUNKS / taken[1])))], device=where)
         dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks)
-        for _ in range(int(number)):
-            dist.barrier(ranks)
-            taken.append(_best(lambda t=tensor: dist.all_reduce(t, group=ranks), where, 0))  # type: ignore[misc]
-        times.append(min(taken))
+        times.append(min(mean(int(number)) for _ in range(_CHUNKS)))
     per_byte = max(1e-15, (times[1] - times[0]) / (_BIG - _SMALL))
     bandwidth = 2 * (size - 1) / size / per_byte
     latency = max(0.0, times[0] - _SMALL * per_byte) / (2 * (size - 1))

@@ -137,6 +137,7 @@ def device(name: str) -> Device:
         memory_bandwidth=preset.memory_bandwidth,
         memory=preset.memory,
         reserve=0 if host else 2 * GIB,
+        asynchronous=not host,
         gemm=curve,
     )
 
