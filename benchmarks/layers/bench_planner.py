@@ -204,7 +204,7 @@ def main() -> None:
     report.add_options(parser)
     args = parser.parse_args()
     cases = [("tp_shm", 1, ALONE), ("tp_shm", 2, TWO), ("tp_shm", 4, FOUR), ("gloo", 2, GLOO)]
-    seconds, passes = (0.0, 1) if args.quick else (20.0, 3) if args.full else (5.0, 2)
+    seconds, passes = (0.0, 1) if args.quick else (12.0, 3) if args.full else (4.0, 2)
     if args.quick:
         cases = [(backend, p, options[:1]) for backend, p, options in cases[:2]]
     circumstances = report.stamp("cpu")

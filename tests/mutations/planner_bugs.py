@@ -1,4 +1,4 @@
-"""Bugs of one line in the planner's workloads of models as they run."""
+"""Bugs of one line in the planner."""
 
 from tests.mutations.mutation import mutation_in
 
@@ -6,6 +6,14 @@ _bug = mutation_in("tp_ext/planner")
 SIZES = "planner/test_trace.py::test_a_model_has_the_operators_of_its_sizes"
 
 PLANNER_BUGS = [
+    _bug(
+        "calibrate_squares",
+        "calibrate.py",
+        "_HUBER = 1.345 ",
+        "_HUBER = 1e9 ",
+        "A row that no constants explain spoils the others.",
+        "planner/test_calibrate.py::test_a_row_that_lost_time_elsewhere_does_not_spoil_the_others",
+    ),
     _bug(
         "trace_row_is_replicated",
         "operators.py",
