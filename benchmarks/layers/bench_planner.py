@@ -1,9 +1,9 @@
 """Predicted steps of this machine next to measured ones: layouts of 1, 2 and 4 ranks of one thread each.
 
 A profile is measured first, by ``planner.measure``: of one process, of two and of four ranks at once, and of the links
-of each backend. Then every layout trains the same model, of attention, SwiGLU MLPs or experts, on the same global
-batch, in turns; its time is the least over all steps of the slowest rank. Two ranks share a core where there are four,
-neighbours of them, which work at the same time.
+of each backend, in a minute for all of them. Then every layout trains the same model, of attention, SwiGLU MLPs or
+experts, on the same global batch, in turns; its time is the least over all steps of the slowest rank. Two ranks share a
+core where there are four, neighbours of them, which work at the same time.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def on_rank(folder: str, backend: str, p: int, options: list[dict[str, Any]], se
     cores = interleave.cores()
     interleave.pin([cores[rank * min(p, len(cores)) // p]])
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=p)
-    profile = planner.measure("cpu", dist.group.WORLD, minutes) if minutes else None
+    profile = planner.measure("cpu", dist.group.WORLD, minutes)
     trainings = [Training(backend, layout_of(one)) for one in options]
     times: list[list[float]] = [[] for _ in options]
     for training in trainings:
@@ -142,22 +142,25 @@ def on_rank(folder: str, backend: str, p: int, options: list[dict[str, Any]], se
 
 def measured(cases: list[tuple[str, int, list[dict[str, Any]]]], seconds: float, passes: int) -> list[Record]:
     """Each backend and number of ranks with its layouts: ``passes`` times, since a machine changes."""
-    profiles: dict[tuple[str, int], Cluster] = {}
+    profiles: dict[tuple[str, int], list[Cluster]] = {}
     times: dict[tuple[str, int, int], list[float]] = {}
-    for number in range(passes):
+    for _ in range(passes):
         for backend, p, options in cases:
             with TemporaryDirectory() as folder:
-                minutes = 0.0 if number else 1 / len(cases)
-                arguments = (folder, backend, p, options, seconds * len(options), minutes)
+                arguments = (folder, backend, p, options, seconds * len(options), 1 / len(cases) / passes)
                 profile, steps = ranks.run_apart(on_rank, p, *arguments, timeout=TIMEOUT)[0]
-            profiles.setdefault((backend, p), profile)
+            profiles.setdefault((backend, p), []).append(profile)
             for i, taken in enumerate(steps):
                 times.setdefault((backend, p, i), []).extend(taken)
     rows: list[Record] = []
     for backend, p, options in cases:
         for i, one in enumerate(options):
             layout = layout_of(one)
-            got = planner.predict(workload_of(layout), profiles[backend, p], layout, BATCH)
+            # Of the profiles, too, the one of the fastest minute
+            predicted = (
+                planner.predict(workload_of(layout), profile, layout, BATCH) for profile in profiles[backend, p]
+            )
+            got = min(predicted, key=lambda one: one.step_time)
             least = min(times[backend, p, i])
             name = ", ".join(f"{key} {value}" for key, value in one.items())
             spent = {f"{k}_ms": 1e3 * v for k, v in got.breakdown.items()}

@@ -50,7 +50,7 @@ struct Machine {
   double attention = 0.5;  // share of peak_other
   double memory_bandwidth = 1, memory = 0, launch = 0;
   double optimizer_bandwidth = 1;  // bytes/s of the optimizer
-  // Whether kernels and collectives run beside the host and each other; on a CPU its cores do all
+  // Whether kernels, collectives and the host run at the same time; on a CPU its cores do all
   bool asynchronous = true;
   double gather = 1;  // share of the links' bandwidth that ZeRO's collectives reach
   int64_t count = 1;

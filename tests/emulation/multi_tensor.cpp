@@ -141,7 +141,7 @@ int program(int, char**) {
     for (const int64_t n : {5 * N, 300 * N + 1})
       if (square_of_one<T>(n, 0) != square_of_one<T>(n, 1)) wrong("an address changes a sum");
     tree<T>({0}, 3);
-    tree<T>({0, 1, 0, 2, 0, 1, 1}, 3 * kTreeThreads + 1);
+    tree<T>({0, 1, 0, 2, 0, 1, 2}, 3 * kTreeThreads + 1);
   });
   both<float>(std::vector<TensorSpec>(kListTensors, {5, 0}));
   vast_squares();

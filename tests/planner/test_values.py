@@ -105,7 +105,7 @@ def test_efficiency_of_tiles_waves_and_tables():
 
 
 def test_a_device_that_is_not_asynchronous_adds_what_others_hide():
-    """Launches and collectives beside kernels: on a CPU the same cores do all."""
+    """Launches and collectives during kernels: on a CPU the same cores do all."""
     model = planner.transformer(layers=2, hidden=512, heads=8, vocab=512, seq=256)
     gpu = planner.cluster("h100-sxm", 8)
     cpu = dataclasses.replace(gpu, device=dataclasses.replace(gpu.device, asynchronous=False))

@@ -93,7 +93,7 @@ class Device(Value):
         peak: FLOP/s of ``fp32``, ``bf16`` (also for fp16), ``fp8`` (also for mxfp8) and ``fp4`` (for nvfp4), dense.
         memory_bandwidth: bytes/s. memory: bytes. reserve: bytes of it that are never ours: context, NCCL, allocator.
         launch: seconds from one kernel to the next; of a device that is not asynchronous, what the host adds to each.
-        asynchronous: kernels run beside the host, and collectives beside kernels. False: a CPU, which does all itself.
+        asynchronous: kernels run while the host works, and collectives during kernels. False: a CPU, which does it all.
         gemm: the share of the peak that a GEMM reaches.
     """
 
