@@ -72,6 +72,8 @@ struct Saved : BlockCall {
   }
 };
 
+Tensor row_major_rows(const Tensor& x) { return row_major(as_rows(x)); }
+
 Tensor columns(const Tensor& x, const Segment& s) { return x.narrow(1, s.start, s.length); }
 
 // A matrix whose slices along dim are made by `multiply(segment, out)`, which writes to `out`, or
@@ -148,7 +150,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
     const Unrecorded guard(x);
     const Tensor full =
         call.sequence_parallel ? comm::all_gather(x, call.group, 0, call.tokens) : x;
-    const Tensor tokens = as_rows(full), rows = in_whole_rows(tokens);
+    const Tensor tokens = row_major_rows(full), rows = in_whole_rows(tokens);
     const Tensor y =
         by_segments(rows, {rows.size(0), weight.size(0)}, 1, segments_of(call.flat),
                     [&](const Segment& s, Tensor out) {
@@ -167,7 +169,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
     const Unrecorded guard(grads[0]);
     const Tensor& dy = grads[0];
-    const Tensor rows = as_rows(dy);
+    const Tensor rows = row_major_rows(dy);
     const auto segments = segments_of(s.flat);
     std::optional<comm::Pending> x_full;
     std::optional<comm::TreeSum::Pending> dx;
@@ -185,7 +187,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
     const Tensor db = wants_b ? column_sums(rows, segments).to(dy.scalar_type()) : Tensor();
     Tensor dw;
     if (wants_w) {
-      const Tensor x = as_rows(x_full ? x_full->wait() : s.x);
+      const Tensor x = row_major_rows(x_full ? x_full->wait() : s.x);
       dw = by_segments(rows, {rows.size(1), x.size(1)}, 0, segments,
                        [&](const Segment& segment, Tensor out) {
                          return product(columns(rows, segment).t(), x, std::move(out));
@@ -206,7 +208,7 @@ struct BlockRowLinear : Function<BlockRowLinear> {
                         const OptionalTensor& bias, const BlockCall& call) {
     Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    const Tensor tokens = as_rows(x), rows = in_whole_rows(tokens);
+    const Tensor tokens = row_major_rows(x), rows = in_whole_rows(tokens);
     auto tree = tree_of_products(tokens, weight.sym_size(0), call, [&](const Segment& s) {
       return without_extra(at::mm(columns(rows, s), columns(weight, s).t()), tokens);
     });
@@ -240,7 +242,7 @@ struct BlockRowLinear : Function<BlockRowLinear> {
       db = std::move(tree).all_reduce(s.sequence_parallel ? s.group : "", own.scalar_type());
     }
     const Tensor dy = dy_full ? dy_full->wait() : grads[0];
-    const Tensor rows = as_rows(dy);
+    const Tensor rows = row_major_rows(dy);
     Tensor dx, dw;
     if (wants_x) {
       const int64_t width = s.weight.size(1);
@@ -251,7 +253,7 @@ struct BlockRowLinear : Function<BlockRowLinear> {
                .view_symint(with_last(dy, width));
     }
     if (wants_w) {
-      const Tensor x = as_rows(s.x), transposed = rows.t();
+      const Tensor x = row_major_rows(s.x), transposed = rows.t();
       dw = by_segments(rows, {rows.size(1), x.size(1)}, 1, segments,
                        [&](const Segment& segment, Tensor out) {
                          return product(transposed, columns(x, segment), std::move(out));

@@ -98,9 +98,10 @@ Tensor products(const Tensor& a, const Tensor& b) {
 }
 
 struct BlockBmm : Function<BlockBmm> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& left, const Tensor& right) {
+    const Unrecorded guard(left);
+    const Tensor a = row_major(left), b = row_major(right);
     ctx->save_for_backward({a, b});
-    const Unrecorded guard(a);
     return products(a, b);
   }
 
@@ -108,10 +109,10 @@ struct BlockBmm : Function<BlockBmm> {
     refuse_double_backward("block_bmm", grads);
     const auto saved = ctx->get_saved_variables();
     const Unrecorded guard(grads[0]);
+    const Tensor dy = row_major(grads[0]);
     const auto transposed = [](const Tensor& x) { return x.transpose(1, 2); };
-    return gradients(
-        {ctx->needs_input_grad(0) ? products(grads[0], transposed(saved[1])) : Tensor(),
-         ctx->needs_input_grad(1) ? products(transposed(saved[0]), grads[0]) : Tensor()});
+    return gradients({ctx->needs_input_grad(0) ? products(dy, transposed(saved[1])) : Tensor(),
+                      ctx->needs_input_grad(1) ? products(transposed(saved[0]), dy) : Tensor()});
   }
 };
 

@@ -28,6 +28,14 @@ comm::Blocks own_blocks(int64_t number, const std::string& group) {
   return comm::blocks_of(number, comm::rank(group), p);
 }
 
+Tensor row_major(const Tensor& x) {
+  if (comm::traced(x)) return x.contiguous();
+  const int64_t d = x.dim();
+  return x.is_contiguous() && x.stride(d - 1) == 1 && x.stride(d - 2) == x.size(d - 1)
+             ? x
+             : x.clone(at::MemoryFormat::Contiguous);
+}
+
 OneThread::OneThread()
     : mkl_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0),
       omp_(omp_get_max_threads()) {

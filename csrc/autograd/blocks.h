@@ -29,6 +29,11 @@ comm::Blocks own_blocks(int64_t number, const std::string& group);
 // [Note: rows that depend on themselves].
 inline int64_t whole_rows(int64_t n) { return (n + 15) / 16 * 16; }
 
+// Row by row in memory: a product has other bits where an operand is transposed in memory, and
+// whether a view is depends on how many heads or blocks a rank has. A stride of a dim of length 1
+// chooses MKL's form, too; a copy has the strides of its sizes [Note: one tree of blocks].
+Tensor row_major(const Tensor& x);
+
 // A scope in which MKL and OpenMP compute on one thread in this thread: products then have the same
 // bits for every number of threads
 class OneThread {

@@ -10,6 +10,7 @@ prints a table, and ends with 1 if a bit differs.
 """
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "gpt": {"vocab": 50257},  # grouped-query heads, qk-norm, RoPE, dropout, tied head
         "experts": {"moe": {}, "layers": 1},
         "latent attention": {"latent": {}, "layers": 1, "muon": True},
-        "llama by auto": {"llama": True},  # of transformers, unchanged
+        "llama by auto": {"by_auto": True},  # of transformers, unchanged
     }.items()
     for dtype, how in {
         "fp32": {},
@@ -42,15 +43,18 @@ MODELS: dict[str, dict[str, Any]] = {
 RANKS = (1, 2, 3, 4, 8)
 
 
-def llama_by_auto(group: Group, dtype: torch.dtype) -> Any:
+def llama(dtype: torch.dtype) -> Any:
     import transformers
 
     sizes = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=8, attention_dropout=0.1, use_cache=False)
-    model = transformers.LlamaForCausalLM(config).to(dtype).train()
+    return transformers.LlamaForCausalLM(config).to(dtype).train()
+
+
+@functools.cache
+def plan_of_llama(p: int, dtype: torch.dtype) -> tp_ext.auto.Plan:
     ids = torch.randint(101, (2, 13))
-    plan = tp_ext.auto.plan(model, {"input_ids": ids, "labels": ids}, parallel_group(group).size, invariant_blocks=8)
-    return tp_ext.auto.apply(plan, model, group)
+    return tp_ext.auto.plan(llama(dtype), {"input_ids": ids, "labels": ids}, p, invariant_blocks=8)
 
 
 def train(
@@ -63,15 +67,16 @@ def train(
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
     muon: bool = False,
-    llama: bool = False,
+    by_auto: bool = False,
     **options: Any,
 ) -> tuple[list[str], str]:
     """Loss and gradient norm of the steps [first, last) in hex, and the digest after them. From the checkpoint in
     ``folder`` on, where ``first`` is not 0; saved to it else."""
     torch.set_num_threads(threads)
+    plan = plan_of_llama(parallel_group(group).size, dtype) if by_auto else None
     torch.manual_seed(0)
-    if llama:
-        model = llama_by_auto(group, dtype)
+    if plan is not None:
+        model: Any = tp_ext.auto.apply(plan, llama(dtype), group)
     else:
         with tp_ext.tp_invariant():
             model = Model(group, **options).to(dtype)
@@ -83,7 +88,7 @@ def train(
         torch.manual_seed(step)  # batch and masks by the step, not by what was drawn before
         ids, target = torch.randint(options.get("vocab", 101), (2, 2, 13))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=target).loss if llama else model(ids, target)
+            loss = model(input_ids=ids, labels=target).loss if by_auto else model(ids, target)
         loss.backward()
         norm = tp_ext.clip_grad_norm_(model, 0.5)
         numbers += [loss.item().hex(), norm.item().hex()]
@@ -108,7 +113,7 @@ def on_processes(group: dist.ProcessGroup, backend: str, steps: int, options: di
 
 def runs(steps: int, options: dict[str, Any], p: tuple[int, ...] = RANKS) -> Iterator[tuple[str, Any]]:
     """A description of each run, and what it gave."""
-    by_auto = "llama" in options  # which refuses sequence parallelism in blocks
+    by_auto = "by_auto" in options  # which refuses sequence parallelism in blocks
     for size in p:
         for sequence_parallel in (False, True) if size > 1 and not by_auto else (False,):
             name = f"p = {size}{', SP' if sequence_parallel else ''}"
