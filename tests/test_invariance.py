@@ -2,6 +2,7 @@
 ordinary layers; what has no such form is refused by name."""
 
 import contextlib
+import itertools
 import math
 import os
 from unittest import mock
@@ -319,6 +320,45 @@ def _without_the_variable(value):
 @pytest.mark.parametrize("value", [None, "AVX2", "late"])
 def test_products_must_be_reproducible(value):
     run_fresh(_without_the_variable, value)
+
+
+def _layouts_of(x):
+    """The same values, row by row and column by column in memory."""
+    return [x.clone(), x.transpose(-1, -2).contiguous().transpose(-1, -2)]
+
+
+def _strides():
+    """A view of one head is laid out otherwise than a copy of several: products must not notice. torch's do."""
+    torch.set_num_threads(1)
+
+    def calls(x, y, dy):
+        weight = torch.ones(6, 13).sin()
+        for product in (_ops.block_bmm, torch.bmm):
+            a, b = (t.detach().requires_grad_() for t in (x, y))
+            out = product(a, b)
+            yield product is torch.bmm, [out, *torch.autograd.grad(out, [a, b], dy)]
+        for linear in (_ops.block_column_linear, _ops.block_row_linear):
+            a = x[0].detach().requires_grad_()
+            rest = (None,) if linear is _ops.block_column_linear else ()
+            segments = [0, 0, 6] if rest else [0, 0, 13]
+            out = linear(a, weight, None, "", False, *rest, 1, segments)
+            yield False, [out, *torch.autograd.grad(out, [a], dy[0])]
+
+    noticed = False
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x, y, dy = torch.randn(2, 13, 13), torch.randn(2, 13, 6), torch.randn(2, 13, 6)
+        expected = list(calls(x, y, dy))
+        for a, b, c in itertools.product(*map(_layouts_of, (x, y, dy))):
+            for (is_torch, want), (_, got) in zip(expected, calls(a, b, c), strict=True):
+                same = all(one.equal(other) for one, other in zip(want, got, strict=True))
+                assert same or is_torch
+                noticed |= not same
+    assert noticed, "the shapes show nothing"
+
+
+def test_products_do_not_depend_on_strides():
+    run_fresh(_strides)
 
 
 def _sampled(rank, group):
