@@ -1,5 +1,6 @@
 #include "comm/tree_sum.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/stack.h>
 
 #include "operators.h"
@@ -74,7 +75,7 @@ void TreeSum::push(Node node) {
   add_node(nodes_, std::move(node), blocks_.number, [](const Node& left, Node& right) {
     // A tensor that a dispatch mode has recorded must not be written
     Tensor sum = left.value;
-    right.value = traced(sum) ? sum + right.value : sum.add_(right.value);
+    right.value = traced(sum) ? at::add(sum, right.value) : sum.add_(right.value);
   });
 }
 
