@@ -89,8 +89,8 @@ def layout_of(options: dict[str, Any]) -> Layout:
 class Training:
     """A step of a layout on this rank."""
 
-    def __init__(self, backend: str, layout: Layout) -> None:
-        self.mesh = mesh = mesh_of(backend, layout)
+    def __init__(self, layout: Layout) -> None:
+        mesh = mesh_of(layout)
         torch.manual_seed(0)
         with torch.device("meta"):
             model = Model(sizes_of(layout), mesh, layout.sequence_parallel)
@@ -106,7 +106,7 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def mesh_of(backend: str, layout: Layout) -> DeviceMesh:
+def mesh_of(layout: Layout) -> DeviceMesh:
     shape = tuple(getattr(layout, axis) for axis in AXES)
     return init_device_mesh("cpu", shape, mesh_dim_names=AXES)
 
@@ -119,7 +119,7 @@ def on_rank(folder: str, backend: str, p: int, options: list[dict[str, Any]], se
     interleave.pin([cores[rank * min(p, len(cores)) // p]])
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=p)
     profile = planner.measure("cpu", dist.group.WORLD, minutes)
-    trainings = [Training(backend, layout_of(one)) for one in options]
+    trainings = [Training(layout_of(arguments)) for arguments in options]
     times: list[list[float]] = [[] for _ in options]
     for training in trainings:
         training()

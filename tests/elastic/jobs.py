@@ -204,11 +204,11 @@ class Jobs:
         """The reports of the ranks that were not killed; waits until all have ended."""
         reports, until, waiting = [], time.monotonic() + timeout, set(self.reports)
         while waiting and time.monotonic() < until:
-            for one in connection.wait(waiting, timeout=until - time.monotonic()):
+            for pipe in connection.wait(waiting, timeout=until - time.monotonic()):
                 try:
-                    reports.append(pickle.loads(one.recv_bytes()))
+                    reports.append(pickle.loads(pipe.recv_bytes()))
                 except EOFError:  # the rank has ended
-                    waiting.remove(one)
+                    waiting.remove(pipe)
         for process in self.processes:
             process.kill()
             process.join()

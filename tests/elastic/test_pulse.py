@@ -1,4 +1,4 @@
-"""Who is taken for dead: ranks that show no life, not those that a store says nothing about."""
+"""A rank is dead when its signs of life stop, not when the store answers slowly."""
 
 import time
 

@@ -93,8 +93,8 @@ def trained(layout, sizes, batch):
                 totals[axis, row.kind, "bytes"] += row.payload_bytes
         inner = getattr(optimizer, "optim", optimizer)
         states = [state for kept in inner.state.values() for state in kept.values() if state.dim()]
-        held = [_bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)]
-        return totals, held, mesh["pp"].get_local_rank()
+        byte_counts = [_bytes(parameters), _bytes([p.grad for p in parameters]), _bytes(states)]
+        return totals, byte_counts, mesh["pp"].get_local_rank()
 
     return tp_ext.debug.simulate(run, axes)
 
@@ -129,7 +129,10 @@ def test_collectives_and_bytes_are_those_counted(seed):
         assert {key[:2] for key in totals} <= {key[:2] for key in want}, layout
     for stage, memory in enumerate(got.memory):
         # Of the rank that has most: of fewer experts than shards not each has one
-        most = [max(of_ranks) for of_ranks in zip(*(held for _, held, of in ranks if of == stage), strict=True)]
+        most = [
+            max(of_ranks)
+            for of_ranks in zip(*(byte_counts for _, byte_counts, of in ranks if of == stage), strict=True)
+        ]
         # FSDP2 keeps a shard between steps, of as many bytes as the gradient's
         kept = memory.gradients if layout.zero == 2 else memory.parameters
         assert most[0] == pytest.approx(kept) and most[1] == pytest.approx(memory.gradients)

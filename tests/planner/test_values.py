@@ -119,11 +119,12 @@ def test_a_device_that_is_not_asynchronous_adds_what_others_hide():
 
 def test_a_share_for_the_optimizer():
     model = planner.transformer(layers=2, hidden=512, heads=8, vocab=512, seq=256)
-    one = planner.cluster("h100-sxm", 1)
-    slow = dataclasses.replace(one.device, gemm=dataclasses.replace(one.device.gemm, optimizer=0.07))
+    machine = planner.cluster("h100-sxm", 1)
+    curve = dataclasses.replace(machine.device.gemm, optimizer=0.07)
+    slow = dataclasses.replace(machine.device, gemm=curve)
     times = [
-        planner.predict(model, dataclasses.replace(one, device=device), Layout(), 8).breakdown
-        for device in (one.device, slow)
+        planner.predict(model, dataclasses.replace(machine, device=device), Layout(), 8).breakdown
+        for device in (machine.device, slow)
     ]
     assert times[1]["optimizer"] == pytest.approx(10 * times[0]["optimizer"])
     assert times[1]["memory_bound"] == times[0]["memory_bound"]

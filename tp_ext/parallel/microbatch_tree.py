@@ -35,7 +35,7 @@ class CompleteNodes:
 
     def add(self, leaf: Sequence[Tensor]) -> None:
         """Adds the next leaf, whose tensors are the caller's no more."""
-        leaves = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in leaf]
+        leaves = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in leaf]
         level, index = 0, self._next
         self._next += 1
         while True:
@@ -168,7 +168,8 @@ class _ShardedTree:
                 f"{self._numel} elements of a block, another {grads.numel()}"
             )
         self._numel = grads.numel()
-        self._nodes.add([grads.clone() if grads.dtype in (torch.float32, torch.float64) else grads])
+        # A copy: FSDP2 uses the memory again
+        self._nodes.add([grads.to(torch.promote_types(grads.dtype, torch.float32), copy=True)])
         if not self._nodes.all_added:
             out.fill_(-0.0)
             return

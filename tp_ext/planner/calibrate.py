@@ -130,9 +130,10 @@ def _fit(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, in
         weights = np.sqrt(np.minimum(1, _HUBER / np.maximum(np.abs(now), 1e-9)))
         left = np.concatenate([slopes * weights[:, None], np.diag(1 / priors)])
         change = -np.linalg.lstsq(left, np.concatenate([now * weights, x / priors]), rcond=None)[0]
+        least = loss(now, x)
         for share in 0.5 ** np.arange(10):
             later = errors(x + share * change)
-            if loss(later, x + share * change) < loss(now, x):
+            if loss(later, x + share * change) < least:
                 break
         else:
             break

@@ -33,9 +33,8 @@ def machine_of(cluster: Cluster, dtype: str) -> Any:
     machine.blocks, machine.other = curve_of(cluster, dtype), curve_of(cluster, other)
     machine.attention = device.curve.attention * cluster.factor("attention")
     machine.memory_bandwidth = device.memory_bandwidth * device.curve.memory * cluster.factor("memory")
-    machine.optimizer_bandwidth = (
-        machine.memory_bandwidth * (device.curve.optimizer or device.curve.memory) / device.curve.memory
-    )
+    share = device.curve.optimizer or device.curve.memory
+    machine.optimizer_bandwidth = device.memory_bandwidth * share * cluster.factor("memory")
     machine.asynchronous = device.asynchronous
     machine.memory, machine.launch = device.memory - device.reserve, device.launch
     machine.gather, machine.count = cluster.factor("gather"), cluster.count

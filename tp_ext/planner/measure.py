@@ -97,7 +97,8 @@ def _mean(call: Callable[[], object], where: torch.device, seconds: float, ranks
     best = _finished(where) - begin
     if ranks is not None:
         dist.barrier(ranks)
-    for _ in range(_CHUNKS if best < seconds / _CHUNKS else best < seconds):
+    # A call that takes its share of the time is a mean by itself; one that takes all of it is not repeated
+    for _ in range(_CHUNKS if best < seconds / _CHUNKS else int(best < seconds)):
         begin = now = _finished(where)
         calls = 0
         while calls == 0 or now - begin < seconds / _CHUNKS:
