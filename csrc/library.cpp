@@ -327,9 +327,11 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_moe_dot(Tensor x, Tensor y, Tensor rows) -> Tensor", tags);
 
   // All tensors at once, any floating dtypes, one device: the sum of the squares in fp64, of at
-  // least one tensor; and a multiplication by a 0-d scale, which leaves every bit if it is 1
+  // least one tensor; and a multiplication by a 0-d scale, which leaves every bit if it is 1.
+  // Copies to tensors of the same shapes, any dtypes, on a CPU
   m.def("_multi_tensor_squared_norm(Tensor[] xs) -> Tensor", tags);
   m.def("_multi_tensor_scale_(Tensor(a!)[] xs, Tensor scale) -> ()", tags);
+  m.def("_multi_tensor_copy_(Tensor(a!)[] outs, Tensor[] values) -> ()", tags);
 }
 
 #ifndef TP_EXT_WITH_CUDA

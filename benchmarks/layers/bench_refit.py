@@ -6,7 +6,7 @@ within the ranks. "all-to-all" is one call of the backend with the bytes that mo
 "with copies" copies in addition what the rank has received and what it has itself to the target: what no refit that
 keeps old weights until all have confirmed can do without. "broadcast" gathers each full tensor and loads it. MiB are
 those that all ranks receive in a refit. Every subject is compared with the source before it is measured. Files are in
-the folder for temporary ones.
+the folder for temporary ones. All keep the memory of freed tensors (``keep_memory``).
 """
 
 import functools
@@ -66,6 +66,7 @@ def check(source: nn.Module, target: nn.Module | None) -> None:
 @functools.cache
 def on_rank(subject: str, layers: int, features: int, to: str, folder: str) -> Callable[[], object]:
     """On a rank: the call that is measured."""
+    tp_ext.keep_memory()
     way, _, over = subject.partition(", ")
     group = interleave.group_on(over or "tp_shm")
     source, target = models(layers, features, to, over or "tp_shm")

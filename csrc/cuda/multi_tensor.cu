@@ -1,6 +1,7 @@
 // Many tensors on CUDA: the sum of all squares, and in-place scaling. Tensors go to the kernels in
 // lists of one dtype, in order; the scale stays on the device.
 
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -81,11 +82,14 @@ void scale_(at::TensorList xs, const Tensor& scale) {
   finish_writing(xs, dense);
 }
 
+void copy_(at::TensorList outs, at::TensorList values) { at::_foreach_copy_(outs, values); }
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
   m.impl("_multi_tensor_squared_norm", squared_norm);
   m.impl("_multi_tensor_scale_", scale_);
+  m.impl("_multi_tensor_copy_", copy_);
 }
 
 }  // namespace tp_ext

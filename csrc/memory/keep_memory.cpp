@@ -168,6 +168,8 @@ void keep(bool enabled) {
   c10::SetAllocator(c10::DeviceType::CPU, enabled ? &allocator() : c10::GetDefaultCPUAllocator());
 }
 
+bool keeps() { return allocator().enabled; }
+
 int64_t kept_bytes() { return static_cast<int64_t>(pool().kept()); }
 
 }  // namespace tp_ext::memory

@@ -8,6 +8,7 @@ namespace tp_ext::memory {
 
 // Replaces torch's allocator; false: puts it back and frees what is kept
 void keep(bool enabled);
+bool keeps();
 
 // Bytes of freed blocks that are kept now
 int64_t kept_bytes();

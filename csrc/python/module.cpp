@@ -69,6 +69,7 @@ PYBIND11_MODULE(_C, m) {
       .def("end", &GatherOrder::end, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("gathers_ahead", &GatherOrder::is_running);
   m.def("keep_memory", &tp_ext::memory::keep);
+  m.def("keeps_memory", &tp_ext::memory::keeps);
   m.def("kept_bytes", &tp_ext::memory::kept_bytes);
   tp_ext::simulate::bind(m);
   tp_ext::planner::bind(m);

@@ -130,9 +130,13 @@ ShmBackend::Work ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<
   buffers.keep.push_back(to);
   Blocks sent = divide(from, in_sizes, getSize(), "input_split_sizes");
   Blocks received = divide(to, out_sizes, getSize(), "output_split_sizes");
-  auto call = std::make_unique<AllToAll>(
-      member(), std::vector<const void*>(sent.at.begin(), sent.at.end()), std::move(sent.bytes),
-      std::move(received.at), std::move(received.bytes), type_of(from));
+  std::vector<Rows> in_rows, out_rows;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    in_rows.emplace_back(sent.at[rank], sent.bytes[rank]);
+    out_rows.emplace_back(received.at[rank], received.bytes[rank]);
+  }
+  auto call =
+      std::make_unique<AllToAll>(member(), std::move(in_rows), std::move(out_rows), type_of(from));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL_BASE));
 }
 
@@ -141,22 +145,18 @@ ShmBackend::Work ShmBackend::alltoall(Tensors& out, Tensors& in,
   check_count(out.size(), "output_tensor_list");
   check_count(in.size(), "input_tensor_list");
   Buffers buffers{{}, out, {}};
-  std::vector<const void*> sent;
-  Blocks received;
-  std::vector<int64_t> bytes;
+  std::vector<Rows> sent, received;
   for (int rank = 0; rank < getSize(); ++rank) {
     check_same(out[rank], in[0]);
     check_same(in[rank], in[0]);
-    buffers.keep.push_back(buffers.outputs.add(out[rank], false));
-    received.at.push_back(data(buffers.keep.back()));
-    received.bytes.push_back(bytes_of(out[rank]));
-    buffers.keep.push_back(in[rank].contiguous());
-    sent.push_back(data(buffers.keep.back()));
-    bytes.push_back(bytes_of(in[rank]));
+    // Rows go into the shared memory, and come out of it, without a copy in between
+    buffers.keep.push_back(rows_of(out[rank]) ? out[rank] : buffers.outputs.add(out[rank], false));
+    received.push_back(*rows_of(buffers.keep.back()));
+    buffers.keep.push_back(rows_of(in[rank]) ? in[rank] : in[rank].contiguous());
+    sent.push_back(*rows_of(buffers.keep.back()));
   }
   auto call =
-      std::make_unique<AllToAll>(member(), std::move(sent), std::move(bytes),
-                                 std::move(received.at), std::move(received.bytes), type_of(in[0]));
+      std::make_unique<AllToAll>(member(), std::move(sent), std::move(received), type_of(in[0]));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL));
 }
 

@@ -64,6 +64,25 @@ int64_t bytes_of(const Tensor& t) { return t.numel() * t.element_size(); }
 uint32_t type_of(const Tensor& t) { return static_cast<uint32_t>(t.scalar_type()); }
 void* data(const Tensor& t) { return t.mutable_data_ptr(); }
 
+std::optional<Rows> rows_of(const Tensor& t) {
+  const int64_t bytes = bytes_of(t), element = t.element_size();
+  if (bytes == 0) return Rows(data(t), 0);
+  int64_t row = element, step = 0, rows = 1;  // step: 0 before a dim that is not contiguous
+  for (int64_t dim = t.dim() - 1; dim >= 0; --dim) {
+    const int64_t n = t.size(dim), stride = t.stride(dim) * element;
+    if (n == 1) continue;
+    if (step == 0 && stride == row)
+      row *= n;
+    else if (step == 0 && stride > row && row > element)
+      step = stride, rows = n;
+    else if (step == 0 || stride != step * rows)
+      return std::nullopt;
+    else
+      rows *= n;
+  }
+  return Rows(data(t), bytes, row, step == 0 ? row : step);
+}
+
 Tensor Outputs::add(const Tensor& t, bool load) {
   check_tensor(t);
   if (t.is_contiguous()) return t;

@@ -3,9 +3,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "shm/core/rows.h"
 #include "shm/reduce_op.h"
 
 namespace tp_ext::shm {
@@ -28,6 +31,7 @@ Elements elements_of(const at::Tensor& t, Operation operation);
 int64_t bytes_of(const at::Tensor& t);
 uint32_t type_of(const at::Tensor& t);  // c10's number of its dtype
 void* data(const at::Tensor& t);
+std::optional<Rows> rows_of(const at::Tensor& t);  // of one that is not only rows of bytes: none
 
 // Contiguous substitutes for tensors that are not contiguous, copied back by store()
 class Outputs {

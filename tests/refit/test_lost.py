@@ -35,15 +35,18 @@ def _dying_at(point):
     if kind == "after seconds":
         threading.Timer(number, _kill).start()
     calls = {"buckets": 0}
-    exchange, reduce, confirm = dist.all_to_all_single, dist.all_reduce, Watch.confirm
+    reduce, confirm = dist.all_reduce, Watch.confirm
 
-    def all_to_all_single(*args, **options):
-        calls["buckets"] += 1
-        if kind == "before bucket" and calls["buckets"] == number:
-            _kill()
-        exchange(*args, **options)
-        if kind == "after bucket" and calls["buckets"] == number:
-            _kill()
+    def counted(exchange):
+        def call(*args, **options):
+            calls["buckets"] += 1
+            if kind == "before bucket" and calls["buckets"] == number:
+                _kill()
+            exchange(*args, **options)
+            if kind == "after bucket" and calls["buckets"] == number:
+                _kill()
+
+        return call
 
     def all_reduce(*args, **options):
         reduce(*args, **options)
@@ -58,7 +61,8 @@ def _dying_at(point):
             time.sleep(number)
             _kill()
 
-    dist.all_to_all_single, dist.all_reduce, Watch.confirm = all_to_all_single, all_reduce, confirmed
+    dist.all_to_all_single, dist.all_to_all = counted(dist.all_to_all_single), counted(dist.all_to_all)
+    dist.all_reduce, Watch.confirm = all_reduce, confirmed
 
 
 def _survive(store, rank_file, backend, point, atomic):

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tp_ext
 from tests.helpers import simulated
 from tests.helpers.peak_memory import Peak
+from tests.helpers.ranks import run
 from tests.refit import drawn
 
 
@@ -64,6 +66,23 @@ def test_random_pairs(batch):
         assert sum(moved.sent for _, moved, _ in results) == sum(moved.received for _, moved, _ in results)
 
 
+def _over_shared_memory(world, seeds):
+    group = dist.new_group(backend="tp_shm")
+    for seed in seeds:
+        options = {"bucket_bytes": 64 if seed % 3 else 1 << 20, "atomic": seed % 2 == 0, "process_group": group}
+        _pair(world, seed, options)
+
+
+def test_random_pairs_over_shared_memory():
+    """Rows of models without a copy in between, where each rank sends one at most to each other one."""
+    by_size: dict[int, list[int]] = {}
+    for seed in range(200):
+        by_size.setdefault(drawn.draw(seed)[0], []).append(seed)
+    for p in (2, 3, 4):
+        assert len(by_size[p]) >= 6
+        run(_over_shared_memory, p, by_size[p][:6])
+
+
 def _measured(group, atomic):
     """From rows to columns: half of what a rank gets comes from the other."""
     source = tp_ext.ColumnParallelLinear(64, 32, bias=False, group=group)
@@ -85,3 +104,27 @@ def test_later_runs_send_buckets_and_a_confirmation_in_bounded_memory(atomic):
         bytes_of_buckets = 2048 if atomic else 512
         flag = 8 + 8  # the number of the confirmation, and its copy
         assert bytes_of_buckets <= most <= bytes_of_buckets + 512 + flag
+
+
+def _exchanged(group):
+    source = tp_ext.ColumnParallelLinear(6, 4, group=group)
+    target = tp_ext.ColumnParallelLinear(6, 4, group=None)
+    for model in (source, target):
+        model.register_buffer("scale", torch.zeros(3))
+    plan = tp_ext.refit.plan(source, target)
+    plan.run()
+    for turn in range(1, 3):
+        for model in (source, target):
+            value = float(turn if model is source else 7)
+            if turn == 1:
+                model.scale = torch.full((3,), value)
+            for param in model.parameters() if turn == 2 else ():
+                param.data = torch.full_like(param, value)
+        plan.run()
+        assert (target.scale == 1).all()
+    assert all((param == 2).all() for param in target.parameters())
+
+
+def test_memory_that_was_exchanged():
+    """Of a parameter by ``.data``, and a buffer that was replaced: a run reads and writes that of now."""
+    simulated.run(_exchanged, 2)

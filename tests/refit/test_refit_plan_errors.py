@@ -162,9 +162,9 @@ CHANGES = {
 }
 
 
-def _changed(group, name, side, atomic):
+def _changed(group, name, side, atomic, states):
     models = _linear(group), _linear(None)
-    optimizers = _sgd(models[0]), _sgd(models[1])
+    optimizers = (_sgd(models[0]), _sgd(models[1])) if states else (None, None)
     plan = tp_ext.refit.plan(*models, optimizers=optimizers, atomic=atomic)
     plan.run()
     if group.rank() == 1:  # of one rank, and all raise
@@ -182,10 +182,17 @@ def _changed(group, name, side, atomic):
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize(
-    ("name", "side"), [("replaced", 0), ("replaced", 1), ("converted", 0), ("more state", 0), ("no state", 0)]
+    ("name", "side", "states"),
+    [
+        *((name, side, states) for name, side in (("replaced", 0), ("replaced", 1)) for states in (True, False)),
+        ("converted", 0, True),
+        ("converted", 1, False),
+        ("more state", 0, True),
+        ("no state", 0, True),
+    ],
 )
-def test_run_refuses_what_has_changed(name, side, atomic):
-    messages = simulated.run(_changed, 2, name, side, atomic)
+def test_run_refuses_what_has_changed(name, side, states, atomic):
+    messages = simulated.run(_changed, 2, name, side, atomic, states)
     assert len(set(messages)) == 1
     assert messages[0].startswith(("source: ", "target: ")[side] + CHANGES[name][1])
 

@@ -158,6 +158,17 @@ def _all_to_all(world, backend):
     dist.all_to_all(strided, columns, group=group)
     for a in range(p):
         same(strided[a], sent[a][rank])
+    # Rows of others, of more bytes than a slot of the shared memory has
+    rows, columns = 700, 900
+    sent = [
+        [values(a, (2, rows, columns + 9), torch.float32, b)[..., a : a + columns] for b in range(p)] for a in range(p)
+    ]
+    wholes = [torch.full((2, rows, columns + 5), 9.0) for _ in range(p)]
+    dist.all_to_all([whole[..., 2 : 2 + columns] for whole in wholes], sent[rank], group=group)
+    for a in range(p):
+        expected = torch.full((2, rows, columns + 5), 9.0)
+        expected[..., 2 : 2 + columns] = sent[a][rank]
+        same(wholes[a], expected)
 
 
 @pytest.mark.parametrize("p", [2, 4])

@@ -51,6 +51,7 @@ from tp_ext._ops.moe import (
     moe_unpermute_fwd,
 )
 from tp_ext._ops.multi_tensor import (
+    multi_tensor_copy_,
     multi_tensor_scale_,
     multi_tensor_squared_norm,
 )

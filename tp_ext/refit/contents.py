@@ -1,6 +1,6 @@
 """The contents of a model on this rank: the chunks of its entries, as all ranks know them and as live tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from tp_ext.checkpoint.sharded import LocalChunks, shard_optimizer_state, sharde
 from tp_ext.checkpoint.sharded_load import check_writable, state_to_load
 from tp_ext.model.census import OptimizedParameter, census, device_of
 from tp_ext.model.fqn import Entry
-from tp_ext.model.stages import Stages
+from tp_ext.model.stages import Stages, joined
 from tp_ext.refit.rectangles import Ints, Rectangle
 
 SIDES = "source", "target"
@@ -73,8 +73,23 @@ class Description(NamedTuple):
     device: str
 
 
+class Place(NamedTuple):
+    """A rectangle of a chunk on a rank: the index of the item and of its chunk there, and its first index in it."""
+
+    item: int
+    chunk: int
+    start: Ints
+
+
+class Views:
+    """Rectangles of the contents of a model, each a place and its sizes, for :meth:`Contents.of`."""
+
+    def __init__(self, places: Iterable[tuple[Place, Ints]]) -> None:
+        self.places = list(places)
+
+
 class Contents:
-    """The contents of a model on this rank at one moment; a run reads them again.
+    """The contents of a model on this rank at one moment.
 
     Attributes:
         description: for the other ranks.
@@ -98,6 +113,7 @@ class Contents:
         side: str,
         planned: Mapping[str, Tensor] | None,
     ) -> None:
+        self._tensors = live_tensors(model)
         known, target = census(model), side == "target"
         entries = known.state()
         self.parameters = {name: entry.value for name, entry in entries.items() if _is_parameter(entry)}
@@ -137,6 +153,7 @@ class Contents:
             items.append(_item(name, key, value))
             self.views.append(_chunks(value))
         self._known, self._optimizer = known, optimizer
+        self._of: dict[Views, list[Tensor]] = {}
         self.states = None if optimizer is None else HeldState(optimizer)
         kind = None
         if self.states is not None:
@@ -144,6 +161,20 @@ class Contents:
         optimized = [param for _, param in self._optimized()] if target else []
         device = next((device_of(tensor).type for tensor in known.tensors), "cpu")
         self.description = Description(items, optimized, ties, kind, device)
+
+    def is_of(self, tensors: list[Any] | None) -> bool:
+        """Returns whether it is that of a model with these :func:`live_tensors`."""
+        return tensors is not None and tensors == self._tensors
+
+    def of(self, views: Views) -> list[Tensor]:
+        """Returns the live tensors of these rectangles."""
+        if views not in self._of:
+            self._of[views] = [self.view(place, sizes) for place, sizes in views.places]
+        return self._of[views]
+
+    def view(self, place: Place, sizes: Ints) -> Tensor:
+        """Returns the live tensor of a rectangle."""
+        return Rectangle(place.start, sizes).of(self.views[place.item][place.chunk])
 
     @property
     def storages(self) -> Iterator[tuple[int, str]]:
@@ -189,6 +220,22 @@ class Contents:
         for param in self._known.optimized(self._optimizer):
             if param.copy and param.name in self._originals and self._originals[param.name] is not param.param:
                 self.states.set(param.param, copy_of_state(self.states.of(self._originals[param.name])))
+
+
+def live_tensors(model: Stages) -> list[Any] | None:
+    """Returns what differs as soon as a parameter or buffer of a model, or its memory, is another one, while those of
+    before still exist; None if that is not known of a tensor."""
+    tensors: list[Any] = []
+    for path, module in joined(model).named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                try:
+                    address = local.data_ptr()
+                except RuntimeError:  # a subclass without memory of its own
+                    return None
+                tensors.append((path, name, id(tensor), address, local.shape, local.stride(), local.dtype))
+    return tensors
 
 
 def _is_parameter(entry: Entry) -> bool:

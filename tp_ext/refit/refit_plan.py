@@ -16,10 +16,10 @@ from tp_ext._object_collectives import call_and_gather, call_on_all_ranks
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.model.stages import Stages, joined
 from tp_ext.refit.agreement import Report, check_reports, check_unchanged, checked_names, device, host
-from tp_ext.refit.buckets import Round, cast_into, view_of
-from tp_ext.refit.contents import SIDES, Contents
+from tp_ext.refit.buckets import Round, cast_into, memory
+from tp_ext.refit.contents import SIDES, Contents, Views, live_tensors
 from tp_ext.refit.lost import RankLost, Watch
-from tp_ext.refit.routes import Move, Routes
+from tp_ext.refit.routes import Routes
 
 _ON_CPU = 4 << 20
 
@@ -131,11 +131,17 @@ class RefitPlan:
         self._buffers, self._atomic = buffers, atomic
         self._group = (group or dist.group.WORLD) if dist.is_initialized() else None
         self._rank = 0 if self._group is None else self._group.rank()
-        self._first: list[Contents | None] = [None, None]
+        self._contents: list[Contents | None] = [None, None]
         arguments = f"names={dict(names)}, buffers={buffers}, dtype={dtype}, bucket_bytes={bucket}, atomic={atomic}"
         reports = call_and_gather(self._group, lambda: self._report(arguments))
         check_reports(reports)
         self._device = device(self._group, reports)
+        # tp_shm moves rows by all_to_all without a copy in between; gloo has none on lists
+        self._takes_rows = (
+            self._group is not None
+            and self._device.type == "cpu"
+            and self._group._get_backend(self._device).name() == "tp_shm"
+        )
         # Memory of that size is in the caches when it is read, and malloc has it again: 64 MiB take twice as long
         bucket = min(bucket, _ON_CPU) if self._device.type == "cpu" else bucket
         routes = Routes(
@@ -150,8 +156,14 @@ class RefitPlan:
         self._states, self._shared = routes.states[rank], list(routes.shared())
         self.bytes = sum(move.bytes for round_ in routes.rounds for move in round_)
         self._rounds = [Round(moves, rank, size) for moves in routes.rounds]
-        self._copies = [move for move in routes.copies if move.sender == rank]
-        self._repeats = [repeat for repeat in routes.repeats if repeat.rank == rank]
+        copies = [move for move in routes.copies if move.sender == rank]
+        self._copies = [move.dtypes for move in copies]
+        self._copied = sum(move.bytes for move in copies)
+        self._copy_from = Views((move.source, move.sizes) for move in copies)
+        self._copy_to = Views((move.target, move.sizes) for move in copies)
+        repeats = [repeat for repeat in routes.repeats if repeat.rank == rank]
+        self._repeat_from = Views((repeat.source, repeat.sizes) for repeat in repeats)
+        self._repeat_to = Views((repeat.target, repeat.sizes) for repeat in repeats)
         store = None if self._group is None else dist.distributed_c10d._get_process_group_store(self._group)
         self._watch = Watch(store, reports[0].token, rank, size)
 
@@ -181,49 +193,57 @@ class RefitPlan:
 
     def _move(self, check: bool) -> Moved:
         problem: Exception | None = None
-        here: list[Contents | None] = [None, None]
+        source = target = None
         try:
-            here = self._read(again=True)
+            self._contents = source, target = self._read(again=True)
         except (ValueError, TypeError) as error:
             problem = error
-        source, target = here
         if check:
             self._check_replicas(source, problem)
         if not self._atomic:
             self._confirm(problem)
             self._prepare(target)
-        buffers = []
-        # One for all rounds: new memory takes as long as a copy
-        most = max((sum(round_.out) for round_ in self._rounds), default=0)
-        bucket = torch.empty(most, dtype=torch.uint8, device=self._device)
-        for round_ in self._rounds:
-            buffer = self._exchange(round_, source, target, bucket)
-            if self._atomic:
-                buffers.append(buffer)
-            else:
-                self._install(round_, buffer, target)
-        del bucket
+        bucket, received = self._memory()
+        for round_, into in zip(self._rounds, received, strict=True):
+            self._exchange(round_, source, target, bucket[: sum(round_.sent.bytes)], into)
+            if not self._atomic:
+                self._install(round_, into, target)
         lost = None
         if self._atomic:
             lost = self._confirm(problem)
             self._prepare(target)
-            for round_ in self._rounds:
-                self._install(round_, buffers.pop(0), target)
+            for round_, into in zip(self._rounds, received, strict=True):
+                self._install(round_, into, target)
+        del bucket, received
         copied = self._copy_within(source, target)
         if lost is not None:
             raise lost
-        sent, received = (
-            sum(sum(numbers) for numbers in sizes)
-            for sizes in ([r.out for r in self._rounds], [r.into for r in self._rounds])
+        return Moved(
+            sum(sum(round_.sent.bytes) for round_ in self._rounds),
+            sum(sum(round_.received.bytes) for round_ in self._rounds),
+            copied,
         )
-        return Moved(sent, received, copied)
+
+    def _memory(self) -> tuple[Tensor, list[Tensor]]:
+        """Returns a bucket for what all rounds send, and memory for what each receives: with ``atomic`` of its own."""
+        out = max((sum(round_.sent.bytes) for round_ in self._rounds), default=0)
+        into = [sum(round_.received.bytes) for round_ in self._rounds]
+        if self._atomic:
+            bucket, *received = memory([out, *into], self._device)
+            return bucket, received
+        bucket, received_in = memory([out, max(into, default=0)], self._device)
+        return bucket, [received_in[:size] for size in into]
 
     def _read(self, *, again: bool = False) -> list[Contents | None]:
         """Returns the contents of both models; ``again``: those that were planned, else ValueError."""
         contents: list[Contents | None] = []
-        for side, model, optimizer, planned in zip(SIDES, self._models, self._optimizers, self._first, strict=True):
+        for side, model, optimizer, planned in zip(SIDES, self._models, self._optimizers, self._contents, strict=True):
             content = None
             if model is not None:
+                # Reading takes longer than moving small parameters. States of an optimizer come and go
+                if planned is not None and optimizer is None and planned.is_of(live_tensors(model)):
+                    contents.append(planned)
+                    continue
                 known = planned.parameters if again and planned is not None else None
                 content = Contents(model, optimizer, self._buffers, side, known)
                 if again and planned is not None:
@@ -232,8 +252,7 @@ class RefitPlan:
         return contents
 
     def _report(self, arguments: str) -> Report:
-        self._first = self._read()
-        source, target = self._first
+        self._contents = source, target = self._read()
         if source is not None and target is not None:
             taken = dict(source.storages)
             for address, name in target.storages:
@@ -249,39 +268,35 @@ class RefitPlan:
             None if target is None else target.description,
         )
 
-    def _exchange(self, round_: Round, source: Contents | None, target: Contents | None, bucket: Tensor) -> Tensor:
-        """Sends what a round sends, by way of ``bucket``, and returns what it receives; without ``atomic`` in the
-        target's own memory, where that is possible."""
-        sent = bucket[: sum(round_.out)]
-        # None: this rank has a problem, and what it sends is not used
-        if (whole := self._direct(round_.sends, source, "source")) is not None:
-            sent = whole
-        elif source is not None:
-            for move, part in zip(round_.sends, round_.parts(sent, round_.sends), strict=True):
-                cast_into(part, view_of(source, move.source, move.sizes), move.dtypes[: move.wire + 1])
-        received = None if self._atomic else self._direct(round_.receives, target, "target")
-        if received is None:
-            received = torch.empty(sum(round_.into), dtype=torch.uint8, device=self._device)
+    def _exchange(
+        self, round_: Round, source: Contents | None, target: Contents | None, bucket: Tensor, into: Tensor
+    ) -> None:
+        """Sends what a round sends, by way of ``bucket`` unless the source's memory will do, and receives to ``into``,
+        without ``atomic`` to the target's own memory where that will do."""
+        lists = self._takes_rows and round_.apart
+        sent = received = None
+        # No source: this rank has a problem, and what it sends is not used
+        if source is not None:
+            sent = round_.sent.memory_of(source, self._device, lists)
+            if sent is None:
+                cast_into(round_.sent.of(bucket), source.of(round_.sent.views), round_.sent.dtypes)
+        if target is not None and not self._atomic:
+            received = round_.received.memory_of(target, self._device, lists)
         try:
-            dist.all_to_all_single(received, sent, round_.into, round_.out, group=self._group)
+            if lists:
+                outs = round_.received.by_rank(round_.received.split(into) if received is None else received)
+                ins = round_.sent.by_rank(round_.sent.split(bucket) if sent is None else sent)
+                dist.all_to_all(outs, ins, group=self._group)
+            else:
+                out, value = into if received is None else received[0], bucket if sent is None else sent[0]
+                dist.all_to_all_single(out, value, round_.received.bytes, round_.sent.bytes, group=self._group)
         except RuntimeError as error:
             self._watch_failed(error, not self._atomic)
-        return received
-
-    def _direct(self, moves: Sequence[Move], contents: Contents | None, side: str) -> Tensor | None:
-        """Returns the memory of the only move of a round, if a collective can use it as it is."""
-        if len(moves) != 1 or contents is None:
-            return None
-        view = view_of(contents, moves[0].source if side == "source" else moves[0].target, moves[0].sizes)
-        as_sent = view.dtype == moves[0].dtypes[moves[0].wire] and view.device == self._device
-        return view.view(-1).view(torch.uint8) if as_sent and view.is_contiguous() else None
 
     def _install(self, round_: Round, buffer: Tensor, target: Contents | None) -> None:
-        if not self._atomic and self._direct(round_.receives, target, "target") is not None:
-            return
-        for move, part in zip(round_.receives, round_.parts(buffer, round_.receives), strict=True):
-            assert target is not None
-            cast_into(view_of(target, move.target, move.sizes), part, move.dtypes[move.wire :])
+        received, lists = round_.received, self._takes_rows and round_.apart
+        if target is not None and (self._atomic or received.memory_of(target, self._device, lists) is None):
+            cast_into(target.of(received.views), received.of(buffer), received.dtypes)
 
     def _prepare(self, target: Contents | None) -> None:
         if target is not None:
@@ -291,17 +306,13 @@ class RefitPlan:
         """Copies what this rank has itself; returns the number of bytes."""
         if target is None:
             return 0
-        copied = 0
-        for move in self._copies:
+        if self._copies:
             assert source is not None
-            cast_into(view_of(target, move.target, move.sizes), view_of(source, move.source, move.sizes), move.dtypes)
-            copied += move.bytes
-        for repeat in self._repeats:
-            value = view_of(target, repeat.source, repeat.sizes)
-            view_of(target, repeat.target, repeat.sizes).copy_(value)
-            copied += value.nbytes
+            cast_into(target.of(self._copy_to), source.of(self._copy_from), self._copies)
+        values = target.of(self._repeat_from)
+        cast_into(target.of(self._repeat_to), values, [()] * len(values))
         target.copy_states()
-        return copied
+        return self._copied + sum(value.nbytes for value in values)
 
     def _confirm(self, problem: Exception | None) -> RankLost | None:
         """Returns when all ranks have confirmed; an error if one was lost afterwards, so that all install.
@@ -352,7 +363,7 @@ class RefitPlan:
             sums = {}
             for number, shared in enumerate(self._shared):
                 if source is not None and (place := shared.places.get(self._rank)) is not None:
-                    sums[number] = tuple(checksum(bits_of(view_of(source, place, shared.sizes))).tolist())
+                    sums[number] = tuple(checksum(bits_of(source.view(place, shared.sizes))).tolist())
             return sums
 
         reports = call_and_gather(self._group, checksums)

@@ -5,19 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tp_ext.refit.contents import Description, Item
+from tp_ext.refit.contents import Description, Item, Place
 from tp_ext.refit.rectangles import Ints, Rectangle, cells, intersection, remaining, split
 
 Names = Mapping[str, Any]
 Key = tuple[str, str]
-
-
-class Place(NamedTuple):
-    """A rectangle of a chunk on a rank: the index of the item and of its chunk there, and its first index in it."""
-
-    item: int
-    chunk: int
-    start: Ints
 
 
 class Move(NamedTuple):

@@ -35,7 +35,8 @@ inline void copy(void* to, const void* from, int64_t bytes) {
 struct Chunk {
   int64_t begin, length;
   Chunk(int64_t step, int64_t per_step, int64_t n)
-      : begin(std::min(step * per_step, n)), length(std::min(per_step, n - begin)) {}
+      : Chunk(std::min(step * per_step, n), std::min(per_step, n - std::min(step * per_step, n))) {}
+  Chunk(int64_t begin, int64_t length) : begin(begin), length(length) {}
 };
 
 inline int64_t largest(const std::vector<int64_t>& values) {

@@ -100,23 +100,23 @@ void Scatter::read(int64_t step) {
   copy(out_ + chunk.begin, of(step, root_) + member_.rank * share_, chunk.length);
 }
 
-AllToAll::AllToAll(const Member& member, std::vector<const void*> in, std::vector<int64_t> in_bytes,
-                   std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type)
+AllToAll::AllToAll(const Member& member, std::vector<Rows> in, std::vector<Rows> out, uint32_t type)
     : SteppedCollective(member, Kind::kAllToAll, 1, signature_of(0, type)),
       in_(std::move(in)),
-      in_bytes_(std::move(in_bytes)),
       out_(std::move(out)),
-      out_bytes_(std::move(out_bytes)),
       share_(share_of(member.slot_bytes(), member.ranks())) {
   sized_ = false;
 }
 
 void AllToAll::write(int64_t step, char* slot) {
-  if (step == 0) return copy(slot, in_bytes_.data(), member_.ranks() * int64_t(sizeof(int64_t)));
+  if (step == 0) {
+    std::vector<int64_t> sizes;
+    for (const Rows& rows : in_) sizes.push_back(rows.bytes);
+    return copy(slot, sizes.data(), member_.ranks() * int64_t(sizeof(int64_t)));
+  }
   for (int rank = 0; rank < member_.ranks(); ++rank) {
     if (rank == member_.rank) continue;
-    const Chunk chunk(step - 1, share_, in_bytes_[rank]);
-    copy(slot + rank * share_, static_cast<const char*>(in_[rank]) + chunk.begin, chunk.length);
+    in_[rank].read({step - 1, share_, in_[rank].bytes}, slot + rank * share_);
   }
 }
 
@@ -129,21 +129,20 @@ void AllToAll::read(int64_t step) {
         const auto bytes = read_once<int64_t>(of(0, rank) + to * sizeof(int64_t));
         if (bytes < 0 || bytes > kMaxBytes)
           damaged("a size in an all_to_all", rank, static_cast<uint64_t>(bytes));
-        if (to == own && bytes != out_bytes_[rank])
+        if (to == own && bytes != out_[rank].bytes)
           throw Failure("all_to_all: rank " + std::to_string(rank) + " sends " +
                         std::to_string(bytes) + " bytes to rank " + std::to_string(own) +
-                        ", which expects " + std::to_string(out_bytes_[rank]));
+                        ", which expects " + std::to_string(out_[rank].bytes));
         if (to != rank) most = std::max(most, bytes);
       }
     }
     steps_ = 1 + divide_up(most, share_);
     sized_ = true;
-    return copy(out_[own], in_[own], out_bytes_[own]);
+    return out_[own].write(in_[own]);
   }
   for (int rank = 0; rank < member_.ranks(); ++rank) {
     if (rank == own) continue;
-    const Chunk chunk(step - 1, share_, out_bytes_[rank]);
-    copy(static_cast<char*>(out_[rank]) + chunk.begin, of(step, rank) + own * share_, chunk.length);
+    out_[rank].write({step - 1, share_, out_[rank].bytes}, of(step, rank) + own * share_);
   }
 }
 

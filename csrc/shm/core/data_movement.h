@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "shm/core/collective.h"
+#include "shm/core/rows.h"
 
 namespace tp_ext::shm {
 
@@ -66,18 +67,14 @@ class Scatter : public SteppedCollective {
 // in[r] -> rank r, from rank r -> out[r]. The first step exchanges the sizes.
 class AllToAll : public SteppedCollective {
  public:
-  AllToAll(const Member& member, std::vector<const void*> in, std::vector<int64_t> in_bytes,
-           std::vector<void*> out, std::vector<int64_t> out_bytes, uint32_t type);
+  AllToAll(const Member& member, std::vector<Rows> in, std::vector<Rows> out, uint32_t type);
 
  protected:
   void write(int64_t step, char* slot) override;
   void read(int64_t step) override;
 
  private:
-  const std::vector<const void*> in_;
-  const std::vector<int64_t> in_bytes_;
-  const std::vector<void*> out_;
-  const std::vector<int64_t> out_bytes_;
+  const std::vector<Rows> in_, out_;
   const int64_t share_;
 };
 
