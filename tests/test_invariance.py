@@ -164,12 +164,12 @@ def _tree(leaves):
     return leaves[0]
 
 
-def _sums(rank, blocks):
+def _sums(rank, blocks, group=None, n=7):
     """Yields a gradient that was summed over the ranks, and the tree of all leaves, in each dtype."""
-    x = torch.randn(7)
-    gradients = torch.randn(blocks, 7, generator=torch.Generator().manual_seed(blocks)) * 10 ** torch.rand(blocks, 1)
+    x, generator = torch.randn(n), torch.Generator().manual_seed(blocks)
+    gradients = torch.randn(blocks, n, generator=generator) * 10 ** torch.rand(blocks, 1, generator=generator)
     held = blocks_of_rank(blocks, rank, dist.get_world_size())
-    group = tp_ext.group.group_name(dist.group.WORLD)
+    group = tp_ext.group.group_name(group or dist.group.WORLD)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         leaf = x.to(dtype, copy=True).requires_grad_()
         copies = _ops.block_copies(leaf, group, blocks)
@@ -187,8 +187,31 @@ def test_the_tree(p):
                 assert gradient.equal(expected), (blocks, rank, gradient.dtype)
 
 
-def _bytes(group, blocks):
+def _sums_of_shared_memory(world):
+    p, rank, group = world.size(), world.rank(), dist.new_group(backend="tp_shm")
+    for blocks, n in itertools.product((5, 6, 8, 16), (7, 40_001)):  # in one step, and in several
+        for gradient, expected in _sums(rank, blocks, group, n) if blocks >= p else ():
+            assert gradient.equal(expected), (blocks, n, gradient.dtype)
+    for dtype, n in itertools.product((torch.float32, torch.float64), (7, 40_001)):
+        leaves = (torch.randn(p, n, generator=torch.Generator().manual_seed(n)) * 10 ** torch.arange(p)[:, None]).to(
+            dtype
+        )
+        own, root = leaves[rank : rank + 1].clone(), _tree(list(leaves))
+        name = tp_ext.group.group_name(group)
+        assert _ops.block_sum(own, name, p).equal(root)
+        assert _ops.block_sum(own, name, p, True).equal(root.tensor_split(p)[rank])
+        assert own[0].equal(leaves[rank])
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
+def test_the_tree_of_shared_memory(p):
+    """tp_shm adds where each rank has one node: of 6 blocks on 6 ranks, of 8 on 4. On 3 of 8 it does not."""
+    run(_sums_of_shared_memory, p)
+
+
+def _bytes(group, blocks, backend="gloo"):
     """The bytes of each kind of collective of a row linear in bf16, forward and backward."""
+    group = group if backend == "gloo" else dist.new_group(backend=backend)
     with tp_ext.tp_invariant(blocks):
         layer = tp_ext.RowParallelLinear(64, 32, group=group, dtype=torch.bfloat16)
     x = torch.randn(6, layer.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
@@ -203,6 +226,12 @@ def test_bytes_on_the_wire(p, blocks):
     for rank, counted in enumerate(run(_bytes, p, blocks)):
         nodes = {3: (2, 2, 1)}.get(p, (1,) * p)[rank]  # of 8 blocks: 0 and 1, 2; 3, 4 and 5; 6 and 7
         assert counted == {"all_to_all": nodes * 4 * elements, "all_gather": 2 * elements}
+
+
+def test_bytes_of_shared_memory():
+    elements = 6 * 32
+    for counted in run(_bytes, 2, 8, "tp_shm"):
+        assert counted == {"reduce_scatter": 4 * elements, "all_gather": 2 * elements}
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 2), (8, 4), (12, 3), (12, 6), (9, 3), (8, 8), (7, 1)])

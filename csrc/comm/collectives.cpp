@@ -12,6 +12,7 @@
 #include "comm/group_name.h"
 #include "comm/pack.h"
 #include "comm/rotate.h"
+#include "shm/tree_sum_op.h"
 
 namespace tp_ext::comm {
 namespace {
@@ -78,9 +79,15 @@ struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView guard;
 };
 
-Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async) {
+c10d::ReduceOp sum_in(Order order) {
+  using Number = c10d::ReduceOp::RedOpType;
+  return order == Order::kTree ? static_cast<Number>(shm::kTreeSum) : Number::SUM;
+}
+
+Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async, Order order = Order::kAny) {
   c10d::AllreduceOptions options;
   options.asyncOp = async;
+  options.reduceOp = sum_in(order);
   std::vector<Tensor> tensors{x};
   return group->allreduce(tensors, options);
 }
@@ -94,9 +101,11 @@ Work issue_all_gather(const ProcessGroup& group, Tensor& out, Tensor& x, bool as
   return group->_allgather_base(out, x, options);
 }
 
-Work issue_reduce_scatter(const ProcessGroup& group, Tensor& out, Tensor& x, bool async) {
+Work issue_reduce_scatter(const ProcessGroup& group, Tensor& out, Tensor& x, bool async,
+                          Order order) {
   c10d::ReduceScatterOptions options;
   options.asyncOp = async;
+  options.reduceOp = sum_in(order);
   return group->_reduce_scatter_base(out, x, options);
 }
 
@@ -182,12 +191,17 @@ Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   return x;
 }
 
-Pending all_reduce_async(const Tensor& fresh, const std::string& group) {
+bool adds_in_a_tree(const Tensor& x, const std::string& group) {
+  return x.is_cpu() && !traced(x) &&
+         resolve(group)->getBackend(at::kCPU)->getBackendName() == shm::kBackendName;
+}
+
+Pending all_reduce_async(const Tensor& fresh, const std::string& group, Order order) {
   if (fresh.sym_numel() == 0 || size(group) == 1 || traced(fresh))
     return Pending(all_reduce_fresh(fresh, group), nullptr);
   BelowAutograd below;
   Tensor x = fresh.contiguous();
-  auto work = issue_all_reduce(resolve(group), x, true);
+  auto work = issue_all_reduce(resolve(group), x, true, order);
   return Pending(std::move(x), std::move(work));
 }
 
@@ -226,7 +240,7 @@ Pending gather(const Tensor& x, const std::string& group, int64_t dim, const Spl
 }
 
 Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, const Split& split,
-                    bool fresh, bool async) {
+                    bool fresh, bool async, Order order = Order::kAny) {
   const auto pg = resolve(group);
   const int64_t p = pg->getSize();
   const auto own = split.sizes[pg->getRank()];
@@ -246,7 +260,7 @@ Pending scatter_sum(const Tensor& x, const std::string& group, int64_t dim, cons
   if (!fresh && blocks.is_alias_of(x))  // a backend may use its input as scratch
     blocks = fresh_contiguous(blocks);
   Tensor in = blocks.view(-1), out = x.new_empty_symint({blocks.sym_numel() / p});
-  auto work = issue_reduce_scatter(pg, out, in, async);
+  auto work = issue_reduce_scatter(pg, out, in, async, order);
   if (!async) {
     finish(work);
     work.reset();
@@ -277,8 +291,8 @@ Tensor reduce_scatter_fresh(const Tensor& fresh, const std::string& group, int64
   return scatter_sum(fresh, group, dim, split, true, false).wait();
 }
 Pending reduce_scatter_async(const Tensor& fresh, const std::string& group, int64_t dim,
-                             const Split& split) {
-  return scatter_sum(fresh, group, dim, split, true, true);
+                             const Split& split, Order order) {
+  return scatter_sum(fresh, group, dim, split, true, true, order);
 }
 
 namespace {

@@ -51,11 +51,18 @@ class Pending {
   std::function<at::Tensor(const at::Tensor&)> finish_;
 };
 
+// The order of a sum over the ranks: the backend's, or the binary tree of shm/tree_sum_op.h
+enum class Order { kAny, kTree };
+
+// Whether the backend adds x of all ranks in that tree
+bool adds_in_a_tree(const at::Tensor& x, const std::string& group);
+
 // Sum over the ranks. The second and third take ownership of `fresh`, a tensor that the caller has
 // just allocated.
 at::Tensor all_reduce(const at::Tensor& x, const std::string& group);
 at::Tensor all_reduce_fresh(const at::Tensor& fresh, const std::string& group);
-Pending all_reduce_async(const at::Tensor& fresh, const std::string& group);
+Pending all_reduce_async(const at::Tensor& fresh, const std::string& group,
+                         Order order = Order::kAny);
 
 // Concatenation along dim; `split` gives the ranks' lengths
 at::Tensor all_gather(const at::Tensor& x, const std::string& group, int64_t dim,
@@ -73,7 +80,7 @@ at::Tensor reduce_scatter(const at::Tensor& x, const std::string& group, int64_t
 at::Tensor reduce_scatter_fresh(const at::Tensor& fresh, const std::string& group, int64_t dim,
                                 const Split& split);
 Pending reduce_scatter_async(const at::Tensor& fresh, const std::string& group, int64_t dim,
-                             const Split& split);
+                             const Split& split, Order order = Order::kAny);
 
 // Slice k of split_dim goes to rank k; the slice from rank k is block k of concat_dim
 at::Tensor all_to_all(const at::Tensor& x, const std::string& group, int64_t split_dim,

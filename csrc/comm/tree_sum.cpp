@@ -3,6 +3,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/stack.h>
 
+#include "comm/pack.h"
 #include "operators.h"
 
 namespace tp_ext::comm {
@@ -69,6 +70,21 @@ std::vector<Place> complete(const Blocks& blocks) {
   return places;
 }
 
+// Whether tp_shm's tree over the ranks is that of the blocks: each rank has one node, and nodes
+// meet in the order of a tree with a leaf for each rank
+bool is_tree_of_ranks(int64_t number, int64_t p) {
+  std::vector<Place> nodes, ranks;
+  int64_t joins = 0, joins_of_ranks = 0;
+  for (int64_t rank = 0; rank < p; ++rank) {
+    const auto own = complete(blocks_of(number, rank, p));
+    if (own.size() != 1) return false;
+    add_node(nodes, own[0], number, [&](const Place&, const Place&) { ++joins; });
+    add_node(ranks, Place{0, rank}, p, [&](const Place&, const Place&) { ++joins_of_ranks; });
+    if (joins != joins_of_ranks) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 void TreeSum::push(Node node) {
@@ -119,7 +135,8 @@ TreeSum::Pending TreeSum::reduce_scatter_async(const std::string& group, const S
 }
 
 TreeSum::Pending TreeSum::all_reduce_async(const std::string& group, at::ScalarType dtype) && {
-  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, dtype);
+  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, dtype,
+                  true);
 }
 
 void TreeSum::check_nodes(const Tensor& nodes, int64_t number, const std::string& group) {
@@ -136,24 +153,38 @@ TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const st
   if (p == 1)
     return {comm::Pending(nodes.select(0, 0), nullptr),
             [dtype](const Tensor& sum) { return sum.to(dtype); }};
+  if (adds_in_a_tree(nodes, group) && is_tree_of_ranks(number, p))
+    return {comm::reduce_scatter_async(nodes.select(0, 0), group, 0, split, Order::kTree),
+            [dtype](const Tensor& sum) { return sum.to(dtype); }};
   return {all_to_all_async(nodes, group, 1, 0, split, nodes_of_ranks(number, p)),
           [number, p, dtype](const Tensor& nodes) { return total(nodes, number, p, dtype); }};
 }
 
 TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
-                                   at::ScalarType dtype) {
+                                   at::ScalarType dtype, bool fresh) {
   check_nodes(nodes, number, group);
   const int64_t p = size(group);
   if (p == 1)
     return {comm::Pending(nodes.select(0, 0), nullptr),
             [dtype](const Tensor& sum) { return sum.to(dtype); }};
+  const bool by_backend = adds_in_a_tree(nodes, group) && is_tree_of_ranks(number, p);
+  if (by_backend && dtype == nodes.scalar_type()) {
+    const Tensor node = nodes.select(0, 0);
+    return {comm::all_reduce_async(fresh ? node : fresh_contiguous(node), group, Order::kTree),
+            [](const Tensor& sum) { return sum; }};
+  }
   const auto shape = nodes.sym_sizes().slice(1).vec();
   const Tensor flat = nodes.reshape_symint({nodes.sym_size(0), -1});
   const Split split = tensor_split(flat.sym_size(1), p);
+  const auto gathered = [group, split, shape](const Tensor& slice) {
+    return all_gather(slice, group, 0, split).view_symint(shape);
+  };
+  if (by_backend)
+    return {comm::reduce_scatter_async(flat.select(0, 0), group, 0, split, Order::kTree),
+            [dtype, gathered](const Tensor& slice) { return gathered(slice.to(dtype)); }};
   return {all_to_all_async(flat, group, 1, 0, split, nodes_of_ranks(number, p)),
-          [number, p, dtype, group, split, shape](const Tensor& nodes) {
-            const Tensor slice = total(nodes, number, p, dtype);
-            return all_gather(slice, group, 0, split).view_symint(shape);
+          [number, p, dtype, gathered](const Tensor& nodes) {
+            return gathered(total(nodes, number, p, dtype));
           }};
 }
 

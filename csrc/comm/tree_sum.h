@@ -6,6 +6,7 @@
 // Node i of level l is the sum of the blocks [i 2^l, (i + 1) 2^l). A rank holds consecutive blocks
 // and adds up what is complete there; then the ranks exchange nodes by an all-to-all, each
 // finishes the tree for its slice of the elements, and an all-gather, if all need the sum, ends it.
+// tp_shm adds the nodes itself where each rank has one and the ranks are a tree of their own.
 // Nodes are added and sent in fp32 (fp64 for fp64); the root is rounded once.
 
 #pragma once
@@ -59,9 +60,9 @@ class TreeSum {
   Pending all_reduce_async(const std::string& group, at::ScalarType dtype) &&;
 
   // The sum over all blocks from the complete nodes of this rank, [nodes, ..]: on every rank, or
-  // this rank's slice of dim 0
+  // this rank's slice of dim 0. fresh: the caller has just allocated them.
   static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
-                          at::ScalarType dtype);
+                          at::ScalarType dtype, bool fresh = false);
   static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
                           const Split& split, at::ScalarType dtype);
   Pending reduce_scatter_async(const std::string& group, const Split& split,

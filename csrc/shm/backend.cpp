@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "shm/rendezvous.h"
+#include "shm/tree_sum_op.h"
 #include "shm/work.h"
 
 namespace tp_ext::shm {
@@ -13,7 +14,9 @@ using at::Tensor;
 using c10d::OpType;
 
 Operation operation_of(const c10d::ReduceOp& op) {
-  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+  const auto type = static_cast<c10d::ReduceOp::RedOpType>(op);
+  if (static_cast<uint8_t>(type) == kTreeSum) return Operation::kTreeSum;
+  switch (type) {
     case c10d::ReduceOp::SUM:
       return Operation::kSum;
     case c10d::ReduceOp::AVG:
@@ -31,7 +34,6 @@ Operation operation_of(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::BXOR:
       return Operation::kXor;
     default:
-      const auto type = static_cast<c10d::ReduceOp::RedOpType>(op);
       const std::string name = type == c10d::ReduceOp::PREMUL_SUM
                                    ? "ReduceOp.PREMUL_SUM"
                                    : "number " + std::to_string(static_cast<int>(type));

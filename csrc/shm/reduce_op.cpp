@@ -1,5 +1,6 @@
 #include "shm/reduce_op.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cpu/dispatch.h"
@@ -110,6 +111,40 @@ void combine(void* to, const void* const* from, int n, int64_t count) {
 }
 
 template <typename T>
+TP_MULTIVERSION void add_four(T* out, const T* a, const T* b, const T* c, const T* d,
+                              int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) out[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+
+// Elements [begin, begin + length) of the tree over n inputs: of the largest power of two that is
+// less than n, and of the others
+template <typename T>
+void add_tree(T* out, const void* const* from, int n, int64_t begin, int64_t length) {
+  const auto in = [from, begin](int k) { return static_cast<const T*>(from[k]) + begin; };
+  if (n == 1) return static_cast<void>(std::copy_n(in(0), length, out));
+  if (n == 2) return combine_two<T, Sum>(out, in(0), in(1), length);
+  if (n == 4) return add_four(out, in(0), in(1), in(2), in(3), length);
+  int half = 1;
+  while (2 * half < n) half *= 2;
+  T right[kBlock];
+  add_tree(out, from, half, begin, length);
+  add_tree(right, from + half, n - half, begin, length);
+  combine_two<T, Sum>(out, out, right, length);
+}
+
+template <typename T>
+void combine_tree(void* to, const void* const* from, int n, int64_t count) {
+  if (n == 2 || n == 4) return add_tree(static_cast<T*>(to), from, n, 0, count);
+  T sum[kBlock];  // `to` may be an input that is read later
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t length = std::min(kBlock, count - begin);
+    add_tree(sum, from, n, begin, length);
+    std::copy_n(sum, length, static_cast<T*>(to) + begin);
+  }
+}
+
+template <typename T>
 Combine choose(Operation operation) {
   constexpr bool whole = std::is_integral_v<T>;
   switch (operation) {
@@ -132,6 +167,9 @@ Combine choose(Operation operation) {
       return nullptr;
     case Operation::kXor:
       if constexpr (whole) return combine<T, Xor, false>;
+      return nullptr;
+    case Operation::kTreeSum:
+      if constexpr (std::is_floating_point_v<T>) return combine_tree<T>;
       return nullptr;
   }
   return nullptr;
@@ -178,8 +216,8 @@ Combine choose(at::ScalarType dtype, Operation operation) {
 }  // namespace
 
 Combine combine_for(at::ScalarType dtype, Operation operation) {
-  static constexpr const char* kNames[] = {"SUM",     "AVG",  "MIN", "MAX",
-                                           "PRODUCT", "BAND", "BOR", "BXOR"};
+  static constexpr const char* kNames[] = {"SUM",  "AVG", "MIN",  "MAX", "PRODUCT",
+                                           "BAND", "BOR", "BXOR", "tree"};
   const Combine combine = choose(dtype, operation);
   TORCH_CHECK_VALUE(combine != nullptr, "op: ReduceOp.", kNames[static_cast<int>(operation)],
                     " must be one that tensors of dtype ", dtype, " have");

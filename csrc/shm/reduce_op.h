@@ -9,7 +9,7 @@
 
 namespace tp_ext::shm {
 
-enum class Operation : uint32_t { kSum, kAverage, kMin, kMax, kProduct, kAnd, kOr, kXor };
+enum class Operation : uint32_t { kSum, kAverage, kMin, kMax, kProduct, kAnd, kOr, kXor, kTreeSum };
 
 // Half types are combined in fp32 and rounded once. Raises ValueError for an operation that the
 // dtype does not have.

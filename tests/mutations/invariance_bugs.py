@@ -173,4 +173,20 @@ INVARIANCE_BUGS = [
         "torch's SiLU, whose last elements have other bits, is not replaced, and refused.",
         f"{AUTO_BITS}[fp32]",
     ),
+    _bug(
+        "order_of_four_ranks",
+        "csrc/shm/reduce_op.cpp",
+        "(a[i] + b[i]) + (c[i] + d[i])",
+        "((a[i] + b[i]) + c[i]) + d[i]",
+        "tp_shm adds the nodes of four ranks in their order.",
+        "test_invariance.py::test_the_tree_of_shared_memory[4]",
+    ),
+    _bug(
+        "shared_memory_adds_any_nodes",
+        "csrc/comm/tree_sum.cpp",
+        "if (joins != joins_of_ranks) return false;",
+        "",
+        "tp_shm adds nodes whose tree is not that of the ranks.",
+        "test_invariance.py::test_the_tree_of_shared_memory[4]",
+    ),
 ]
