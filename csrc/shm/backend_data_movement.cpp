@@ -130,13 +130,8 @@ ShmBackend::Work ShmBackend::alltoall_base(Tensor& out, Tensor& in, std::vector<
   buffers.keep.push_back(to);
   Blocks sent = divide(from, in_sizes, getSize(), "input_split_sizes");
   Blocks received = divide(to, out_sizes, getSize(), "output_split_sizes");
-  std::vector<Rows> in_rows, out_rows;
-  for (int rank = 0; rank < getSize(); ++rank) {
-    in_rows.emplace_back(sent.at[rank], sent.bytes[rank]);
-    out_rows.emplace_back(received.at[rank], received.bytes[rank]);
-  }
-  auto call =
-      std::make_unique<AllToAll>(member(), std::move(in_rows), std::move(out_rows), type_of(from));
+  auto call = std::make_unique<AllToAll>(member(), blocks_at(sent.at, sent.bytes),
+                                         blocks_at(received.at, received.bytes), type_of(from));
   return run(std::move(call), std::move(buffers), terms(opts, OpType::ALLTOALL_BASE));
 }
 

@@ -113,9 +113,8 @@ void all_to_all_sizes_are_compared() {
     Bytes in(40), out(40);
     const std::string error = raised([&] {
       run(*engine, std::make_unique<AllToAll>(
-                       engine->member(), std::vector<const void*>{in.data(), in.data()},
-                       std::vector<int64_t>{20, 20}, std::vector<void*>{out.data(), out.data()},
-                       std::vector<int64_t>{20, rank == 0 ? 19 : 20}, 0));
+                       engine->member(), blocks_at({in.data(), in.data()}, {20, 20}),
+                       blocks_at({out.data(), out.data()}, {20, rank == 0 ? 19 : 20}), 0));
     });
     expect_in(error, "all_to_all: rank 1 sends 20 bytes to rank 0, which expects 19");
   });

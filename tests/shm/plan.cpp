@@ -162,11 +162,9 @@ class Follower {
             }
           }
         b->out.resize(b->expected.size());
-        auto in = divided<const void*>(b->in.data(), b->in_sizes);
-        auto out = divided<void*>(b->out.data(), b->out_sizes);
-        return start(std::make_unique<AllToAll>(member, std::move(in), b->in_sizes, std::move(out),
-                                                b->out_sizes, 0),
-                     b);
+        auto in = blocks_at(divided<void*>(b->in.data(), b->in_sizes), b->in_sizes);
+        auto out = blocks_at(divided<void*>(b->out.data(), b->out_sizes), b->out_sizes);
+        return start(std::make_unique<AllToAll>(member, std::move(in), std::move(out), 0), b);
       }
       case Kind::kBroadcast: {
         b->expected = data(key, root, 0, count * size);

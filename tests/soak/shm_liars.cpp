@@ -206,9 +206,8 @@ class Worker {
         for (int rank = 0; rank < p; ++rank) in->insert(in->end(), own.begin(), own.end());
         expected = all;
         out->resize(all.size());
-        const auto at = parts(*in);
-        call = std::make_unique<AllToAll>(member, std::vector<const void*>(at.begin(), at.end()),
-                                          sizes, parts(*out), sizes, 0);
+        call = std::make_unique<AllToAll>(member, blocks_at(parts(*in), sizes),
+                                          blocks_at(parts(*out), sizes), 0);
         break;
       }
       case 6:

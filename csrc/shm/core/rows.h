@@ -41,4 +41,12 @@ struct Rows {
   }
 };
 
+// Contiguous blocks, one of each rank
+inline std::vector<Rows> blocks_at(const std::vector<void*>& at,
+                                   const std::vector<int64_t>& bytes) {
+  std::vector<Rows> blocks;
+  for (size_t rank = 0; rank < at.size(); ++rank) blocks.emplace_back(at[rank], bytes[rank]);
+  return blocks;
+}
+
 }  // namespace tp_ext::shm
