@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from data import read_text
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -34,10 +35,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--bf16", action="store_true", help="mixed precision: products in bf16, parameters in fp32")
     parser.add_argument("--accelerate", action="store_true", help="a loop of one's own with accelerate, no Trainer")
+    parser.add_argument("--lora", type=int, metavar="R", help="trains adapters of this rank on frozen weights")
+    parser.add_argument("--quantize", choices=("int8", "int4"), help="reads the frozen weights in few bits")
     parser.add_argument("--resume", type=Path, help="a checkpoint folder of an earlier run, of any number of ranks")
     args = parser.parse_args()
     if args.accelerate and args.resume:
         parser.error("--resume: needs the Trainer, and must not be given with --accelerate")
+    if (args.lora and args.resume) or (args.quantize and not args.lora):
+        parser.error("--lora: must be given with --quantize, whose weights are frozen, and not with --resume")
     return args
 
 
@@ -74,6 +79,7 @@ def with_trainer(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any
             per_device_train_batch_size=args.batch_size,
             learning_rate=args.lr,
             logging_steps=10,
+            save_strategy="no" if args.lora else "steps",
             save_steps=args.steps // 2 or 1,
             bf16=args.bf16,
             report_to=[],
@@ -83,7 +89,7 @@ def with_trainer(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=str(args.resume) if args.resume else None)
-    trainer.save_model(str(args.out / "final"))  # LlamaForCausalLM.from_pretrained reads it
+    save(model, args)
 
 
 def with_accelerate(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: Any, args: argparse.Namespace) -> None:
@@ -100,7 +106,24 @@ def with_accelerate(model: Any, rows: list[dict[str, torch.Tensor]], tokenizer: 
         optimizer.zero_grad()
         if step % 10 == 0:
             accelerator.print(f"step {step}: loss {loss.item():.4f}, norm {norm.item():.3f}")
-    tp_ext.huggingface.save_pretrained(model, args.out / "final")
+    save(model, args)
+
+
+def save(model: Any, args: argparse.Namespace) -> None:
+    """Writes files for LlamaForCausalLM.from_pretrained; of adapters these alone, with the names of peft."""
+    if not args.lora:
+        return tp_ext.huggingface.save_pretrained(model, args.out / "final")
+    adapters = {name: value for name, value in tp_ext.full_state_dict(model).items() if "lora_" in name}
+    if dist.get_rank() == 0:
+        save_file(adapters, args.out / "adapters.safetensors")
+
+
+def add_adapters(model: Any, args: argparse.Namespace) -> None:
+    kept = sum(tensor.nbytes for tensor in model.state_dict().values())
+    tp_ext.add_lora(model, targets=["*_proj"], r=args.lora, alpha=2 * args.lora)
+    trained = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    if dist.get_rank() == 0:
+        print(f"rank 0 holds {kept / 2**20:.2f} MiB of frozen weights, {trained / 2**20:.2f} MiB of adapters")
 
 
 def main() -> None:
@@ -113,8 +136,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
     tokens = list(text) if tokenizer is None else tokenizer(text.decode(errors="ignore"))["input_ids"]
     model = tp_ext.huggingface.from_pretrained(
-        args.model or make_tiny_model(args.out / "model"), group=dist.group.WORLD, use_cache=False
+        args.model or make_tiny_model(args.out / "model"),
+        group=dist.group.WORLD,
+        use_cache=False,
+        quantize=args.quantize,
+        block=16,
     )
+    if args.lora:
+        add_adapters(model, args)
     train = with_accelerate if args.accelerate else with_trainer
     train(model, rows_of(tokens, args.tokens), tokenizer, args)
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,8 @@ from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import compute, generator_states
+from tp_ext.huggingface.quantised import Quantised, forms_of
+from tp_ext.low_precision.quantize import check_options
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.model.census import census
@@ -56,6 +58,8 @@ def from_pretrained(
     device: torch.device | str | None = None,
     strict: bool = False,
     invariant_blocks: int | None = None,
+    quantize: str | None = None,
+    block: int = 64,
     **config_overrides: Any,
 ) -> Any:
     """Loads a model of transformers, sharded over a group by :func:`tp_ext.auto.plan`, in eval mode.
@@ -76,6 +80,8 @@ def from_pretrained(
             missing ones, such as a new head, are drawn by the model's ``_init_weights``, the same on all ranks and for
             every number of them; others are ignored; a warning lists them.
         invariant_blocks: as for :func:`tp_ext.auto.plan`: training has the same bits for every number of ranks.
+        quantize, block: quantises the linears' weights as they are read, as
+            :func:`tp_ext.low_precision.quantize_` would afterwards: ``"int8"`` or ``"int4"``.
         config_overrides: attributes of the configuration, such as ``attn_implementation="eager"``.
 
     Returns:
@@ -84,11 +90,12 @@ def from_pretrained(
 
     A parameter sharded on its first dim is read without a byte of other ranks; one sharded on its last dim row by row,
     by whole rows where a row's slice has less than 1 KiB. A tensor that the files hold in another form, such as the
-    experts of Mixtral, is read whole and converted. Peak memory: the shards, and one tensor's shard (or, if it is
-    converted, that tensor).
+    experts of Mixtral, is read whole and converted. Peak memory: the shards, quantised ones in few bits, and one
+    tensor's shard (or, if it is converted, that tensor).
 
     Communicates: two exchanges of errors over the group, and one of fingerprints (:func:`tp_ext.auto.apply`); a
-    broadcast of the state of rank 0's generator, from which missing tensors are drawn, whole, on all ranks.
+    broadcast of the state of rank 0's generator, from which missing tensors are drawn, whole, on all ranks; with
+    ``quantize="int8"`` an all-reduce of a number per output of each weight that is sharded on its inputs.
 
     Raises:
         On all ranks: OSError: a file that cannot be read. KeyError: ``strict`` and missing or unexpected tensors.
@@ -98,6 +105,8 @@ def from_pretrained(
     """
     _check_arguments(path, group, mesh, model_class, dtype, device)
     check_bool(strict=strict)
+    if quantize is not None:
+        check_options(quantize, block)
     axes = mesh_axes(group, mesh)
     parallel = parallel_group(axes.tp)
     ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None
@@ -112,13 +121,21 @@ def from_pretrained(
             ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel, invariant_blocks)
         )
         auto.apply(plan, model, parallel.name or None, invariant_blocks=invariant_blocks)
-        _allocate(model, where)
-        entries = census(model).state()
+        forms = call_on_all_ranks(ranks, lambda: forms_of(model, quantize, block)) if quantize else {}
+        later = {id(layer.weight) for layer in forms}
+        _allocate(model, where, later)
+        known = census(model)
+        # Not state(), which refuses the weights on meta that are allocated when they are read
+        state = model.state_dict(keep_vars=True).items()
+        entries = {entry.name: entry for entry in (known.resolve(key, value) for key, value in state)}
         with torch.no_grad():
             for name in list(left.values):
                 # Popped: the full tensor is freed when this rank has its shard
-                write_full(left.values.pop(name), entries[name].value, entries[name].layout)
-        call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups))
+                value, entry = left.values.pop(name), entries[name]
+                if id(entry.value) in later:
+                    raise ValueError(f"quantize: no file has {name!r}, a weight to be quantised")
+                write_full(value, entry.value, entry.layout)
+        call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups, Quantised(forms, where)))
     _load_generation_config(model, Path(path))
     if parallel.size > 1:
         replace_methods(model)
@@ -349,8 +366,8 @@ def _warn(model: nn.Module, path: str | os.PathLike[str], left: SimpleNamespace)
         warnings.warn(words.rstrip(), stacklevel=3)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Gives memory to parameters and buffers on meta; tied ones stay one."""
+def _allocate(model: nn.Module, device: torch.device, later: Collection[int] = ()) -> None:
+    """Gives memory to parameters and buffers on meta but those with the ids ``later``; tied ones stay one."""
     real_by_id: dict[int, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
@@ -366,7 +383,7 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None and tensor.is_meta and id(tensor) not in later:
                     tensors[name] = real(tensor)  # type: ignore[assignment]
     del kept
 
@@ -377,12 +394,16 @@ def _read(
     entries: Mapping[str, Entry],
     files: Mapping[str, SlicedTensor],
     groups: list[TensorGroup],
+    quantised: Quantised | None = None,
 ) -> None:
     """Reads this rank's slices; for tensors that are converted, all of them."""
     read: dict[int, str] = {}
     for group in groups:
         for name, tensor in _converted_tensors(model, files, group):
             entry = entries[name]
+            if quantised is not None and quantised.takes(entry):
+                quantised.read(name, tensor, entry)
+                continue
             first = read.setdefault(id(entry.value), name)
             # Tied tensors that a file has twice: the second is compared, not written
             if first == name:

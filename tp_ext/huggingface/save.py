@@ -60,6 +60,9 @@ def save_pretrained(
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int | str):
         raise TypeError(f"max_shard_size: {max_shard_size!r} must be a number of bytes, or text such as '5GB'")
     check_lock_timeout(lock_timeout)
+    for name, module in model.named_modules():
+        if getattr(module, "low_bits", None) is not None:
+            raise ValueError(f"model: {name!r} was quantised, which files of transformers cannot hold: save_checkpoint")
     known = census(model, mesh_axes(group, mesh))
     ranks, entries = ranks_of(known), known.state()
     # Meta tensors in place of the state dict: transformers decides by names, shapes and ties alone what files hold

@@ -128,7 +128,12 @@ class ColumnParallelLinear(ParallelLinear):
         """
         attributes = self.__dict__  # faster, see operands()
         group, skip_bias_add = attributes["tp_group"], attributes["skip_bias_add"]
-        if attributes["on_two_axes"]:
+        if attributes["low_bits"] is not None:
+            y = self._of_low_bits(x, total_tokens, weight)
+            bias = self.parameter("bias")
+            if bias is not None and not skip_bias_add:
+                y = y + bias.to(y.dtype)
+        elif attributes["on_two_axes"]:
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
             y = linear_2d(self, x, weight, self.in_features, False, total_tokens)
@@ -154,9 +159,17 @@ class ColumnParallelLinear(ParallelLinear):
             y = self.gathered(y)
         return (y, bias) if skip_bias_add else y
 
+    def _of_low_bits(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
+        sizes = self.token_sizes(total_tokens, x)
+        if self.sequence_parallel:
+            x = _ops.all_gather_region(x, self.tp_group.name, 0, sizes)
+        else:
+            x = _ops.copy_to_region(x, self.tp_group.name)
+        return self.local_product(x, weight)
+
     def gathered(self, y: Tensor) -> Tensor:
         """Returns all output features of ``[.., out_local]``, in the order of the unsharded layer."""
-        sharding = self.tp_layouts["weight"][0][0]
+        sharding = self.weight_layout[0][0]
         sizes = sharding.local_sizes(self.tp_group.size)
         full = _ops.gather_from_region(y, self.tp_group.name, -1, sizes)
         if len(sharding.parts) == 1 and not sharding.parts[0].has_copies and not self.has_padding("weight"):
@@ -255,6 +268,11 @@ class RowParallelLinear(ParallelLinear):
         group, skip_bias_add, coalesced = attributes["tp_group"], attributes["skip_bias_add"], attributes["_coalesced"]
         if not attributes["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
             x = self.scattered(x)
+        if attributes["low_bits"] is not None:
+            y, bias = self._of_low_bits(x, total_tokens, weight), self.parameter("bias")
+            if skip_bias_add:
+                return y, bias
+            return y if bias is None else y + bias.to(y.dtype)
         if attributes["on_two_axes"]:
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
@@ -277,9 +295,16 @@ class RowParallelLinear(ParallelLinear):
         )
         return (y, self.parameter("bias")) if skip_bias_add else y
 
+    def _of_low_bits(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
+        sizes = self.token_sizes(total_tokens, whole=x)
+        y = self.local_product(x, weight)
+        if self.sequence_parallel:
+            return _ops.reduce_scatter_region(y, self.tp_group.name, 0, sizes)
+        return _ops.reduce_from_region(y, self.tp_group.name)
+
     def scattered(self, x: Tensor) -> Tensor:
         """Returns this rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""
-        sharding = self.tp_layouts["weight"][0][0]
+        sharding = self.weight_layout[0][0]
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         p = self.tp_group.size

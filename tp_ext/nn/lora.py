@@ -31,9 +31,12 @@ from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
 from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.low_bits import QuantizedLinear
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Constant, torch_linear_init
 from tp_ext.sharding import Sharding
+
+_BASES = ColumnParallelLinear | RowParallelLinear | QuantizedLinear
 
 
 # [Note: adapters consist of our layers]
@@ -48,7 +51,8 @@ class LoRALinear(ParallelModule):
     weight.
 
     Args:
-        base: the layer; its parameters are frozen. Device and dtype of the adapter are its weight's.
+        base: the layer, quantised or not (:func:`tp_ext.low_precision.quantize_`); its parameters are frozen. Device
+            and dtype of the adapter are its weight's.
         r: the rank.
         alpha: the adapter is scaled by alpha / r.
         dropout: probability for the adapter's input; the masks are those of the unsharded model.
@@ -61,9 +65,14 @@ class LoRALinear(ParallelModule):
     """
 
     def __init__(
-        self, base: ColumnParallelLinear | RowParallelLinear, r: int, *, alpha: float, dropout: float = 0.0
+        self,
+        base: ColumnParallelLinear | RowParallelLinear | QuantizedLinear,
+        r: int,
+        *,
+        alpha: float,
+        dropout: float = 0.0,
     ) -> None:
-        if not isinstance(base, ColumnParallelLinear | RowParallelLinear):
+        if not isinstance(base, _BASES):
             raise TypeError(
                 f"base: {type(base).__name__} must be a ColumnParallelLinear or a RowParallelLinear; of the model's "
                 "own layers those are qkv, out, up and down"
@@ -88,13 +97,13 @@ class LoRALinear(ParallelModule):
         options: dict[str, Any] = {
             "group": group,
             "sequence_parallel": base.sequence_parallel,
-            "device": base.weight.device,
-            "dtype": base.weight.dtype,
+            **base.weight_options,
         }
-        sharding = base.tp_layouts["weight"][0][0]
+        sharding = base.weight_layout[0][0]
         first, last = torch_linear_init(base.in_features), Constant(0.0)
-        if isinstance(base, ColumnParallelLinear):
-            base.gather_output = False
+        if not isinstance(base, RowParallelLinear):
+            if self.gathers:
+                base.gather_output = False
             self.lora_A: nn.Module = ReplicatedLinear(base.in_features, r, False, init=first, **options)
             self.lora_B: nn.Module = ColumnParallelLinear(
                 r, base.out_features, bias=False, parts=sharding.parts, init=last, **options
@@ -107,6 +116,11 @@ class LoRALinear(ParallelModule):
                 if hasattr(base, name):
                     setattr(self.lora_A, name, getattr(base, name))
             self.lora_B = ReplicatedLinear(r, base.out_features, False, init=last, **options)
+
+    @property
+    def weight_options(self) -> dict[str, Any]:
+        """The device and the dtype of the weight."""
+        return self.base_layer.weight_options
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
         """Returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
@@ -136,11 +150,11 @@ class LoRALinear(ParallelModule):
         if not self.training or not self.dropout:
             return x
         _, p, rank = self.tp_group
-        if isinstance(self.base_layer, ColumnParallelLinear):
+        if not isinstance(self.base_layer, RowParallelLinear):
             sharded = self.sequence_parallel and p > 1
             sizes = self.token_sizes(total_tokens)
             return layer_dropout(self, x, self.dropout, dim=0 if sharded else None, sizes=sizes)
-        sharding = self.base_layer.tp_layouts["weight"][0][0]
+        sharding = self.base_layer.weight_layout[0][0]
         dropped = []
         for share, part in zip(_split_parts(x, Sharding(-1, sharding.parts), rank, p), sharding.parts, strict=True):
             whole = Sharding(-1, (part,))
@@ -153,7 +167,7 @@ class LoRALinear(ParallelModule):
         """Adds the adapter to the base weight, W += (alpha / r) B A, which is then used alone. Communicates nothing.
 
         Raises:
-            ValueError: it is already merged, or FSDP2 has sharded the weights.
+            ValueError: it is already merged, FSDP2 has sharded the weights, or the base's weight was quantised.
         """
         self._add(1, merged=True)
 
@@ -163,13 +177,15 @@ class LoRALinear(ParallelModule):
 
     @torch.no_grad()
     def _add(self, sign: int, *, merged: bool) -> None:
+        if self.base_layer.low_bits is not None:
+            raise ValueError("base_layer: its weight was quantised, and merging would round it again")
         weight, a, b = self.base_layer.weight, self.lora_A.weight, self.lora_B.weight
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         if self.merged == merged:
             raise ValueError(f"merged: is {merged} already")
         if isinstance(weight, DTensor):
             raise ValueError("base_layer.weight: a DTensor must not be merged into; merge in a model without FSDP2")
-        sharding = self.base_layer.tp_layouts["weight"][0][0]
+        sharding = self.base_layer.weight_layout[0][0]
         _, p, rank = self.tp_group
         column = sharding.dim == 0
         factor = _split_parts(b if column else a, sharding, rank, p)
@@ -217,15 +233,12 @@ def add_lora(
     chosen = [
         name
         for name, module in model.named_modules(remove_duplicate=False)
-        if name
-        and isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        and any(_matches(name, pattern) for pattern in patterns)
+        if name and isinstance(module, _BASES) and any(_matches(name, pattern) for pattern in patterns)
     ]
     # A misspelled pattern would leave its layers without an adapter, and frozen
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in chosen):
-            kinds = ColumnParallelLinear | RowParallelLinear
-            linears = {name.rpartition(".")[2] for name, m in model.named_modules() if name and isinstance(m, kinds)}
+            linears = {name.rpartition(".")[2] for name, m in model.named_modules() if name and isinstance(m, _BASES)}
             raise ValueError(
                 f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; "
                 f"it has {sorted(linears)}"
@@ -239,7 +252,7 @@ def add_lora(
         base = model.get_submodule(name)
         if isinstance(base, LoRALinear):  # in a block that is used in two places
             continue
-        assert isinstance(base, ColumnParallelLinear | RowParallelLinear)
+        assert isinstance(base, _BASES)
         if base not in wrapped:
             wrapped[base] = LoRALinear(base, r, alpha=alpha, dropout=dropout)
             if base_name := base.__dict__.get("tp_name"):
@@ -266,7 +279,7 @@ def merge_lora(model: nn.Module) -> list[str]:
             name_modules(base, prefix=layer_name)
         if isinstance(base, ColumnParallelLinear):
             base.gather_output = layer.gathers
-        else:
+        elif isinstance(base, RowParallelLinear):
             base.input_is_parallel = not layer.scatters
         model.set_submodule(name, base)
         names.append(name)

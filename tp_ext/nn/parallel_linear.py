@@ -11,10 +11,12 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import current_blocks, refuse_compiled, refuse_in_blocks
+from tp_ext.model.layouts import mirror_layouts
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.gather_ahead import find_forward
+from tp_ext.nn.low_bits import LowBits
 from tp_ext.random import Init, torch_linear_init
-from tp_ext.sharding import Part, Sharding
+from tp_ext.sharding import Layout, Part, Sharding
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -59,6 +61,8 @@ class ParallelLinear(ParallelModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    weight_packed: Tensor
+    weight_scale: Tensor
     has_blocks = True
     operator_sums_bias: ClassVar[bool]  # whether the operator sums the gradient of the bias under sequence parallelism
 
@@ -95,6 +99,7 @@ class ParallelLinear(ParallelModule):
             check_one_axis_options(grad_accumulation_fusion=grad_accumulation_fusion, overlap_chunks=overlap_chunks)
         self.in_features = in_features
         self.out_features = out_features
+        self.low_bits: LowBits | None = None
         self.skip_bias_add = skip_bias_add
         self.grad_accumulation_fusion = grad_accumulation_fusion
         self.overlap_chunks = overlap_chunks
@@ -143,6 +148,43 @@ class ParallelLinear(ParallelModule):
         layer.copy_shards(linear)
         return layer
 
+    @property
+    def weight_layout(self) -> Layout:
+        """The layout of the weight, also of one that was quantised."""
+        return self.tp_layouts["weight"] if self.low_bits is None else self.low_bits.layout
+
+    @property
+    def weight_options(self) -> dict[str, Any]:
+        """The device and the dtype of the weight, of a quantised one its former dtype."""
+        like = self.weight if self.low_bits is None else self.weight_scale
+        return {"device": like.device, "dtype": like.dtype}
+
+    def has_padding(self, name: str) -> bool:
+        if name != "weight":
+            return super().has_padding(name)
+        return any(part.padding for sharding, _ in self.weight_layout for part in sharding.parts)
+
+    def replace_weight(self, form: LowBits) -> None:
+        """Declares the buffers of a weight that was quantised in the place of the weight."""
+        self.low_bits = form
+        for table in (self.tp_layouts, self._inits, self._copied):
+            table.pop("weight", None)
+        self.tp_layouts.update(form.layouts())
+        mirror_layouts(self)
+
+    def local_product(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns x W_local^T of a layer whose weight was quantised.
+
+        Raises:
+            ValueError: the caller has given a weight.
+        """
+        if weight is not None:
+            raise ValueError("weight: must not be given to a layer whose own weight was quantised")
+        if x.dim() == 0 or x.shape[-1] != self._weight_shape[1]:
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in {self._weight_shape[1]} features")
+        assert self.low_bits is not None
+        return self.low_bits.product(x, self.weight_packed, self.weight_scale)
+
     def in_blocks(self, x: Tensor, weight: Tensor | None, total_tokens: int | None, row: bool) -> Tensor:
         """Computes the layer as built in :func:`tp_ext.tp_invariant`, without the bias if ``skip_bias_add``."""
         refuse_compiled()
@@ -173,7 +215,7 @@ class ParallelLinear(ParallelModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"local={tuple(self.weight.shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
+            f"local={tuple(self._weight_shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
         )
 
 

@@ -38,6 +38,9 @@ class EnteredColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """Computes y = x W_local^T + b_local."""
+        if self.low_bits is not None:
+            y, bias = self.local_product(x, weight), self.parameter("bias")
+            return y if bias is None else y + bias.to(y.dtype)
         weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
         # A full bias in the place of the shard: F.linear would fail without the name of the parameter
         if bias is not None and bias.size(0) != weight.size(0):
@@ -62,8 +65,12 @@ class RowTokensLinear(RowParallelLinear):
         if sizes is None:
             y: Tensor = super().forward(x, weight=weight)
             return y
-        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
-        return _scattered_sum(F.linear(x, weight), bias, self.tp_group.name, self.tp_tokens_dim, sizes)
+        if self.low_bits is not None:
+            y, bias = self.local_product(x, weight), self.parameter("bias")
+        else:
+            weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
+            y = F.linear(x, weight)
+        return _scattered_sum(y, bias, self.tp_group.name, self.tp_tokens_dim, sizes)
 
 
 def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:

@@ -318,15 +318,8 @@ class ParallelAttention(SelfAttention):
         self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
     ) -> KVCache:
         """Returns an empty cache for this layer, on its device; ``dtype`` defaults to that of its weights."""
-        return KVCache(
-            batch_size,
-            max_seq,
-            self.num_kv_heads_local,
-            self.head_dim,
-            static=static,
-            device=self.qkv.weight.device,
-            dtype=self.qkv.weight.dtype if dtype is None else dtype,
-        )
+        options = self.qkv.weight_options if dtype is None else {**self.qkv.weight_options, "dtype": dtype}
+        return KVCache(batch_size, max_seq, self.num_kv_heads_local, self.head_dim, static=static, **options)
 
     def _check_cache(self, cache: KVCache, batch: int, seq: int, lengths: list[int] | None) -> None:
         self._check_cached_call(lengths)

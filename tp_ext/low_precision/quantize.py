@@ -1,0 +1,187 @@
+"""Quantisation of the frozen weights of a model's linears."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tp_ext._checks import check_int
+from tp_ext._object_collectives import call_on_all_ranks
+from tp_ext.group import ParallelGroup, process_group
+from tp_ext.nn.lora import LoRALinear
+from tp_ext.nn.low_bits import LowBits, QuantizedLinear
+from tp_ext.nn.parallel_linear import ParallelLinear
+from tp_ext.sharding import Layout
+
+_BITS = {"int8": 8, "int4": 4}
+Filter = Callable[[str, nn.Module], bool]
+
+
+@torch.no_grad()
+def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | None = None) -> list[str]:
+    """Quantises the weights of a model's linears in place, for inference and for adapters (:func:`tp_ext.add_lora`).
+
+    ::
+
+        tp_ext.low_precision.quantize_(model, "int4")
+        tp_ext.add_lora(model, targets=["qkv", "up"], r=8, alpha=16)
+
+    Symmetric, weights alone: W = q scale with q of 8 bits and a scale per output (``"int8"``), or of 4 bits and a scale
+    per output and ``block`` consecutive inputs (``"int4"``), see :mod:`tp_ext.nn.low_bits`. The values are those of the
+    unsharded model for every number of ranks. A layer then has no ``weight``, but buffers ``weight_packed`` (int8
+    ``[out, in]``, or uint8 ``[out, in / 2]``) and ``weight_scale`` (``[out]``, or ``[out, in / block]``, of the former
+    dtype of the weight), which are sharded as the weight was and are in state dicts and checkpoints. Products are those
+    of the dequantised weight, in fp32, rounded once; the gradient is that of the input, and of the bias.
+
+    Converted are column and row linears, so also those of MLPs and attention, and instances of ``nn.Linear``; not heads
+    (``VocabParallelLMHead``, the module of ``get_output_embeddings()``, a weight that is another module's, too),
+    experts, or adapters.
+
+    Args:
+        weights: ``"int8"`` or ``"int4"``.
+        block: of int4, the inputs that share a scale: even, and a divisor of the inputs of every rank.
+        filter: called with the name and the module of each of these linears; False: it stays as it is.
+
+    Returns:
+        The names of the layers, in the order of ``named_modules()``; ``""``: the model itself.
+
+    Communicates: an all-gather of objects over each group of the layers, and with int8 an all-reduce of a number per
+    output of each row linear.
+
+    Raises:
+        ValueError, on all ranks of a group, nothing has changed then: no layer to convert; ``block`` is odd or does not
+            divide; a weight of another dtype than fp32, bf16 or fp16, or with a NaN or an Inf; a layer that is
+            quantised already, is on two axes, or was built in :func:`tp_ext.tp_invariant`.
+    """
+    check_options(weights, block)
+    chosen = {name: layer for name, layer in linears(model).items() if filter is None or filter(name, layer)}
+    groups = dict.fromkeys(group for layer in chosen.values() for group in _groups(layer) if group.size > 1)
+    forms: dict[str, LowBits] = {}
+
+    def check() -> None:
+        if not chosen:
+            raise ValueError("model: must have a linear to quantise")
+        for name, layer in chosen.items():
+            forms[name] = form_of(name, layer, weights, block)
+            weight = layer.weight
+            assert isinstance(weight, nn.Parameter)
+            if not torch.isfinite(weight).all():
+                raise ValueError(f"{name or 'model'}.weight: must be finite, and has a NaN or an Inf")
+
+    check_on: list[ParallelGroup | None] = [*groups] or [None]
+    for group in check_on:
+        call_on_all_ranks(None if group is None else process_group(group.name), check)
+    for name, layer in chosen.items():
+        convert(layer, forms[name])
+    return list(chosen)
+
+
+def check_options(weights: str, block: int) -> None:
+    if weights not in _BITS:
+        raise ValueError(f"weights: {weights!r} must be one of {', '.join(_BITS)}")
+    check_int(least=2, block=block)
+    if block % 2:
+        raise ValueError(f"block: {block} must be even")
+
+
+def dequantize(layer: nn.Module) -> Tensor:
+    """Returns this rank's shard of the weight of a quantised layer, q scale in fp32: the same bits for every p.
+
+    Raises:
+        TypeError: the layer is not quantised.
+    """
+    form = getattr(layer, "low_bits", None)
+    if not isinstance(form, LowBits):
+        raise TypeError(f"layer: {type(layer).__name__} must be a linear that quantize_ has converted")
+    assert isinstance(layer, ParallelLinear | QuantizedLinear)
+    return form.dequantized(layer.weight_packed, layer.weight_scale)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the linears of a model that are no heads, experts or adapters, by name."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    modules = dict(model.named_modules())
+    owners: dict[int, int] = {}
+    for module in modules.values():
+        for param in module._parameters.values():
+            if param is not None:
+                owners[id(param)] = owners.get(id(param), 0) + 1
+    adapters = {
+        id(part)
+        for module in modules.values()
+        if isinstance(module, LoRALinear)
+        for part in (module.lora_A, module.lora_B)
+    }
+    return {
+        name: module
+        for name, module in modules.items()
+        if (isinstance(module, ParallelLinear) or type(module) in (nn.Linear, QuantizedLinear))
+        and module is not head
+        and id(module) not in adapters
+        and owners.get(id(module._parameters.get("weight")), 1) == 1
+    }
+
+
+def _groups(layer: nn.Module) -> list[ParallelGroup]:
+    return [layer.tp_group] if isinstance(layer, ParallelLinear) else []
+
+
+def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
+    """Returns the form that the weight of a linear will have; see :func:`quantize_` for the errors."""
+    what = f"{name or 'model'}.weight"
+    if getattr(layer, "low_bits", None) is not None:
+        raise ValueError(f"{what}: must not be quantised already")
+    if isinstance(layer, ParallelLinear):
+        if layer.on_two_axes or layer.invariant_blocks is not None:
+            raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{what}: dtype {weight.dtype} must be one of float32, bfloat16, float16")
+    layout = layer.weight_layout if isinstance(layer, ParallelLinear) else Layout()
+    form = LowBits(_BITS[weights], None if weights == "int8" else block, layout)
+    try:
+        form.layouts()
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    if form.block is not None and weight.shape[1] % form.block:
+        raise ValueError(f"block: {block} must divide the {weight.shape[1]} inputs of {what}")
+    return form
+
+
+def convert(layer: nn.Module, form: LowBits) -> None:
+    """Puts the form of a weight into the place of the weight. Every rank of ``form.groups()`` calls it.
+
+    Raises:
+        ValueError: the weight of a rank has a NaN or an Inf.
+    """
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    put(layer, form, *form.pack(weight, largest_of_all(form, form.largest(weight))))
+
+
+def largest_of_all(form: LowBits, largest: Tensor) -> Tensor:
+    """Returns the largest values of the blocks over the ranks of ``form.groups()``.
+
+    Raises:
+        ValueError, on all these ranks: one of them is not finite.
+    """
+    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf).contiguous()
+    for group in form.groups():
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group(group.name))
+    if not largest.isfinite().all():
+        raise ValueError("must be finite, and has a NaN or an Inf")
+    return largest
+
+
+def put(layer: nn.Module, form: LowBits, packed: Tensor, scale: Tensor) -> None:
+    """Replaces the parameter of a linear by the buffers of its form."""
+    del layer.weight
+    layer.register_buffer("weight_packed", packed)
+    layer.register_buffer("weight_scale", scale)
+    if isinstance(layer, ParallelLinear):
+        layer.replace_weight(form)
+    else:
+        layer.__class__ = QuantizedLinear
+        layer.low_bits = form  # type: ignore[assignment]

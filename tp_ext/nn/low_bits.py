@@ -1,0 +1,201 @@
+"""Frozen weights of linears in 8 or 4 bits, and products with them.
+
+::
+
+    int8   scale[o]    = amax of row o / 127,                       1 where that is 0     W[o, i] = q[o, i] scale[o]
+    int4   scale[o, b] = amax of block b of the inputs of row o / 7, 1 where that is 0     W[o, i] = q[o, i] scale[o, b]
+    q = round(W / scale), half to even, clamped to [-127, 127] or [-7, 7]
+
+int4 packs input 2j into the low and 2j + 1 into the high four bits of a byte, each as q + 8. The scale of a row of int8
+is that of all its inputs, which several ranks may hold; the blocks of int4 lie within shards. So no value depends on
+the number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tp_ext.group import ALONE, ParallelGroup
+from tp_ext.sharding import Layout, Sharding
+
+_CHUNK = 1 << 18  # elements of a weight that are dequantised at once: fp32 in the cache
+_FEW = 64  # tokens for which the product waits for the weight
+
+
+# [Note: products with frozen weights dequantise rows]
+@dataclass(frozen=True)
+class LowBits:
+    """The form of a frozen weight ``[out, in]`` in few bits.
+
+    Attributes:
+        bits: 8 or 4.
+        block: of int4, the consecutive inputs that share a scale; of int8 None: all inputs of an output do.
+        layout: the layout of the weight.
+    """
+
+    bits: int
+    block: int | None
+    layout: Layout
+
+    @property
+    def most(self) -> int:
+        """The largest q."""
+        return 2 ** (self.bits - 1) - 1
+
+    def layouts(self) -> dict[str, Layout]:
+        """Returns the layouts of ``weight_packed`` and ``weight_scale``.
+
+        Raises:
+            ValueError: a block would be on two ranks.
+        """
+        if self.bits == 8:
+            rows = Layout(*(entry for entry in self.layout if entry[0].dim % 2 == 0))
+            return {"weight_packed": self.layout, "weight_scale": rows}
+        assert self.block is not None
+        return {"weight_packed": self._divided(2), "weight_scale": self._divided(self.block)}
+
+    def _divided(self, by: int) -> Layout:
+        entries = []
+        for sharding, group in self.layout:
+            if sharding.dim % 2 == 1:
+                parts = [
+                    replace(part, size=part.size // by, unit=max(1, part.unit // by), padding=part.padding // by)
+                    for part in sharding.parts
+                ]
+                for part, divided in zip(sharding.parts, parts, strict=True):
+                    sizes = Sharding(1, [part]).local_sizes(group.size)
+                    if [size * by for size in Sharding(1, [divided]).local_sizes(group.size)] != sizes:
+                        raise ValueError(
+                            f"block: {self.block} must divide the numbers of inputs that the ranks hold, {sizes}: give "
+                            "the layer a unit that is a multiple of it"
+                        )
+                sharding = Sharding(sharding.dim, parts)
+            entries.append((sharding, group))
+        return Layout(*entries)
+
+    def largest(self, weight: Tensor) -> Tensor:
+        """Returns the largest absolute value of each block of a shard, ``[out, in / block]``, of int8 ``[out, 1]``."""
+        blocks = self._blocks(weight).abs()
+        return blocks.amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
+
+    def pack(self, weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``weight_packed`` and ``weight_scale`` of a shard, whose blocks have these largest values: of int8
+        over all ranks of :meth:`groups`."""
+        scale = (largest / self.most).to(weight.dtype)
+        # Of zeros, or of a number so small that the dtype rounds its scale to 0
+        scale = scale.masked_fill(scale == 0, 1)
+        q = (self._blocks(weight) / scale.float()[..., None]).round_().clamp_(-self.most, self.most).view(weight.shape)
+        if self.bits == 8:
+            return q.to(torch.int8), scale.squeeze(-1)
+        low, high = (q + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        return low | high << 4, scale
+
+    def groups(self) -> list[ParallelGroup]:
+        """Returns the groups over which a scale is that of all ranks: of int8 those that share the inputs."""
+        shared = [group for sharding, group in self.layout if sharding.dim % 2 == 1 and group.size > 1]
+        return shared if self.bits == 8 else []
+
+    def _blocks(self, weight: Tensor) -> Tensor:
+        wide = weight.detach().float()
+        return wide.unsqueeze(-2) if self.block is None else wide.unflatten(-1, (-1, self.block))
+
+    def dequantized(self, packed: Tensor, scale: Tensor) -> Tensor:
+        """Returns rows of the weight in fp32."""
+        if self.bits == 8:
+            return packed.float() * scale.float()[..., None]
+        assert self.block is not None
+        q = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).float().sub_(8)
+        return q.unflatten(-1, (-1, self.block)).mul_(scale.float()[..., None]).flatten(-2)
+
+    def product(self, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        """Returns x W^T ``[.., out]`` in the dtype of x, or of autocast, with a gradient of x alone."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and x.is_floating_point():
+            x = x.to(torch.get_autocast_dtype(device))
+        y: Tensor = _Product.apply(x, packed, scale, self)
+        return y
+
+    def rows(self, packed: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the weight by consecutive rows, which take bounded memory."""
+        inputs = packed.shape[1] * (2 if self.bits == 4 else 1)
+        step = max(1, _CHUNK // max(1, inputs))
+        for first in range(0, packed.shape[0], step):
+            rows = slice(first, first + step)
+            yield rows, self.dequantized(packed[rows], scale[rows])
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T, dx = dy W, in fp32, rounded once: the values of W have more digits than bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, low_bits: LowBits) -> Tensor:
+        ctx.save_for_backward(packed, scale)
+        ctx.low_bits = low_bits
+        flat = _as_rows(x)
+        y = x.new_empty(flat.shape[0], packed.shape[0])
+        if _has_kernel(flat, packed, scale):
+            return torch._weight_int8pack_mm(flat, packed, scale).view(*x.shape[:-1], packed.shape[0])
+        flat = flat.float()
+        for rows, weight in low_bits.rows(packed, scale):
+            y[:, rows] = flat @ weight.t()
+        return y.view(*x.shape[:-1], packed.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        packed, scale = ctx.saved_tensors
+        flat = _as_rows(dy).float()
+        inputs = packed.shape[1] * (2 if ctx.low_bits.bits == 4 else 1)
+        dx = flat.new_zeros(flat.shape[0], inputs)
+        for rows, weight in ctx.low_bits.rows(packed, scale):
+            dx.addmm_(flat[:, rows], weight)
+        return dx.to(dy.dtype).view(*dy.shape[:-1], inputs), None, None, None
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Returns x ``[tokens, features]``, also without tokens or features."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _has_kernel(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
+    """Whether torch's product with int8 serves: with more tokens it is slower, and some shapes it reads beyond."""
+    return (
+        x.device.type == "cpu"
+        and 0 < x.shape[0] <= _FEW
+        and x.dtype == scale.dtype == torch.bfloat16
+        and packed.dtype == torch.int8
+        and packed.shape[1] % 16 == 0
+        and packed.numel() > 0
+    )
+
+
+class QuantizedLinear(nn.Linear):
+    """An ``nn.Linear`` whose weight :func:`tp_ext.low_precision.quantize_` has quantised: y = x W^T + b.
+
+    Shapes: as ``nn.Linear``. Communicates nothing.
+    """
+
+    low_bits: LowBits
+    weight_packed: Tensor
+    weight_scale: Tensor
+    # What an adapter asks its base for: a column linear of one rank
+    tp_group, sequence_parallel, on_two_axes, skip_bias_add = ALONE, False, False, False
+
+    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+        """Computes y. ``total_tokens`` and ``weight`` are those of a column linear, and must be None."""
+        if total_tokens is not None or weight is not None:
+            raise ValueError("total_tokens, weight: must be None for an nn.Linear that was quantised")
+        y = self.low_bits.product(x, self.weight_packed, self.weight_scale)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    @property
+    def weight_layout(self) -> Layout:
+        return Layout((Sharding(0, [self.out_features]), ALONE))
+
+    @property
+    def weight_options(self) -> dict[str, Any]:
+        return {"device": self.weight_scale.device, "dtype": self.weight_scale.dtype}
