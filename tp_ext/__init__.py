@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tp_ext import auto as auto
     from tp_ext import debug as debug
     from tp_ext import lax as lax
+    from tp_ext import low_precision as low_precision
     from tp_ext import optim as optim
     from tp_ext import planner as planner
     from tp_ext import refit as refit
@@ -154,8 +155,8 @@ _NAMES = {
     "sharding": "Layout Part Sharding",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = ["__version__", "auto", "build_info", "debug", "lax", "optim", "planner", "refit"]
-__all__ += ["shm", "symmetric_memory", "verify"]
+__all__ = ["__version__", "auto", "build_info", "debug", "lax", "low_precision", "optim", "planner"]
+__all__ += ["refit", "shm", "symmetric_memory", "verify"]
 __all__ = sorted([*__all__, *_MODULES])
 
 

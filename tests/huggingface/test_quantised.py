@@ -1,4 +1,4 @@
-"""from_pretrained(quantize=): what quantize_ gives afterwards, read layer by layer, and an error that ends all ranks."""
+"""from_pretrained(quantize=): what quantize_ gives afterwards, layer by layer, and errors that end all ranks alike."""
 
 import pytest
 import torch

@@ -21,6 +21,7 @@ MODULES = (
     "megatron",
     "debug",
     "lax",
+    "low_precision",
     "auto",
     "huggingface",
     "lightning",

@@ -25,7 +25,7 @@ ORDER = [
     {""},
     {"model"},
     {"nn", "checkpoint", "parallel", "mesh_program"},
-    {"outside", "refit", "simulation"},
+    {"low_precision", "outside", "refit", "simulation"},
     {"auto", "debug", "elastic", "optim"},
     {"huggingface", "lightning", "planner", "verify"},
     {"__init__", "lax", "smoke"},  # what users see and run
@@ -309,6 +309,7 @@ FOLDERS = (
     "parallel",
     "parallel/pipeline",
     "refit",
+    "low_precision",
     "elastic",
 )
 
@@ -391,11 +392,12 @@ BUDGETS = {
     "checkpoint": 4750,
     "debug": 2150,  # one digest of a model, rules of tp_invariant
     "elastic": 1000,
-    "huggingface": 1900,
+    "huggingface": 2000,  # weights that are quantised as they are read
     "lightning": 350,
+    "low_precision": 250,
     "mesh_program": 1150,
     "model": 1750,
-    "nn": 6300,  # forms in blocks of tp_invariant, multi-token prediction
+    "nn": 6550,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits
     "optim": 1150,
     "outside": 1900,
     "parallel": 4000,  # trees of microbatches

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from tp_ext.checkpoint.safetensors_files import open_export
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
 from tp_ext.huggingface.methods import replace_methods
-from tp_ext.huggingface.new_weights import compute, generator_states
+from tp_ext.huggingface.new_weights import allocate, compute, generator_states
 from tp_ext.huggingface.quantised import Quantised, forms_of
 from tp_ext.low_precision.quantize import check_options
 from tp_ext.mesh import mesh_axes
@@ -123,7 +123,7 @@ def from_pretrained(
         auto.apply(plan, model, parallel.name or None, invariant_blocks=invariant_blocks)
         forms = call_on_all_ranks(ranks, lambda: forms_of(model, quantize, block)) if quantize else {}
         later = {id(layer.weight) for layer in forms}
-        _allocate(model, where, later)
+        allocate(model, where, later)
         known = census(model)
         # Not state(), which refuses the weights on meta that are allocated when they are read
         state = model.state_dict(keep_vars=True).items()
@@ -364,28 +364,6 @@ def _warn(model: nn.Module, path: str | os.PathLike[str], left: SimpleNamespace)
         words += f"the model does not have {sorted(left.unexpected_keys)}; they are not read."
     if left.missing_keys or left.unexpected_keys:
         warnings.warn(words.rstrip(), stacklevel=3)
-
-
-def _allocate(model: nn.Module, device: torch.device, later: Collection[int] = ()) -> None:
-    """Gives memory to parameters and buffers on meta but those with the ids ``later``; tied ones stay one."""
-    real_by_id: dict[int, Tensor] = {}
-
-    def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in real_by_id:
-            new = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            real_by_id[id(tensor)] = new
-        return real_by_id[id(tensor)]
-
-    modules = list(model.modules())  # their tensors live until the end, so that ids are unique
-    kept = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
-    for module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta and id(tensor) not in later:
-                    tensors[name] = real(tensor)  # type: ignore[assignment]
-    del kept
 
 
 @torch.no_grad()

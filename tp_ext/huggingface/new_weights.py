@@ -1,8 +1,8 @@
-"""Weights that no file has: computed or drawn whole, as transformers does, alike on all ranks."""
+"""Weights that no file has: computed or drawn whole, as transformers does, alike on all ranks; and memory for all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -70,3 +70,25 @@ def compute(
         # On meta again: the plan shards the parameter, of which only shards get memory
         module._parameters[attribute] = parameter
     return whole
+
+
+def allocate(model: nn.Module, device: torch.device, later: Collection[int] = ()) -> None:
+    """Gives memory to parameters and buffers on meta but those with the ids ``later``; tied ones stay one."""
+    real_by_id: dict[int, Tensor] = {}
+
+    def real(tensor: Tensor) -> Tensor:
+        if id(tensor) not in real_by_id:
+            new = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            real_by_id[id(tensor)] = new
+        return real_by_id[id(tensor)]
+
+    modules = list(model.modules())  # their tensors live until the end, so that ids are unique
+    kept = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta and id(tensor) not in later:
+                    tensors[name] = real(tensor)  # type: ignore[assignment]
+    del kept

@@ -1,6 +1,7 @@
 """Quantisation of the frozen weights of a model's linears."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,8 @@ def dequantize(layer: nn.Module) -> Tensor:
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the linears of a model that are no heads, experts or adapters, by name."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head_of: Any = getattr(model, "get_output_embeddings", None)
+    head = None if head_of is None else head_of()
     modules = dict(model.named_modules())
     owners: dict[int, int] = {}
     for module in modules.values():
@@ -132,9 +134,8 @@ def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
     what = f"{name or 'model'}.weight"
     if getattr(layer, "low_bits", None) is not None:
         raise ValueError(f"{what}: must not be quantised already")
-    if isinstance(layer, ParallelLinear):
-        if layer.on_two_axes or layer.invariant_blocks is not None:
-            raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
+    if isinstance(layer, ParallelLinear) and (layer.on_two_axes or layer.invariant_blocks is not None):
+        raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
     weight = layer.weight
     assert isinstance(weight, Tensor)
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
