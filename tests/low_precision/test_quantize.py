@@ -243,6 +243,9 @@ def test_memory_copies_and_filters():
     layer = nn.Linear(256, 128, bias=False)
     quantize_(layer, "int8")
     assert sum(t.nbytes for t in layer.state_dict().values()) <= 0.52 * 2 * 256 * 128
+    tied = nn.ModuleDict({"table": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False), "up": nn.Linear(4, 4)})
+    tied["head"].weight = tied["table"].weight
+    assert quantize_(tied, "int8") == ["up"]
     model = block(None)
     assert quantize_(model, "int4", 16, lambda name, module: "mlp" in name) == ["mlp.up", "mlp.down"]
     copied = copy.deepcopy(model)

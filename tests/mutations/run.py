@@ -22,6 +22,7 @@ from tests.mutations.elastic_bugs import ELASTIC_BUGS
 from tests.mutations.experts_bugs import EXPERTS_BUGS
 from tests.mutations.invariance_bugs import INVARIANCE_BUGS
 from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
+from tests.mutations.low_precision_bugs import LOW_PRECISION_BUGS
 from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
 from tests.mutations.moe_bugs import MOE_BUGS
 from tests.mutations.multi_token_bugs import MULTI_TOKEN_BUGS
@@ -38,6 +39,7 @@ from tests.mutations.type_bugs import TYPE_BUGS
 MUTATIONS = [
     *PACKAGE_BUGS,
     *REFIT_BUGS,
+    *LOW_PRECISION_BUGS,
     *ELASTIC_BUGS,
     *STATE_BUGS,
     *INVARIANCE_BUGS,
