@@ -1,5 +1,5 @@
-// Many tensors on CUDA: the sum of all squares, and in-place scaling. Tensors go to the kernels in
-// lists of one dtype, in order; the scale stays on the device.
+// Many tensors on CUDA: the sum of all squares, and in-place scaling; copies by torch's kernels.
+// Tensors go to the kernels in lists of one dtype, in order; the scale stays on the device.
 
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
@@ -82,7 +82,10 @@ void scale_(at::TensorList xs, const Tensor& scale) {
   finish_writing(xs, dense);
 }
 
-void copy_(at::TensorList outs, at::TensorList values) { at::_foreach_copy_(outs, values); }
+void copy_(at::TensorList outs, at::TensorList values) {
+  const c10::cuda::CUDAGuard guard(outs[0].device());
+  at::_foreach_copy_(outs, values);
+}
 
 }  // namespace
 
