@@ -235,6 +235,11 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return tuple(self)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether shards hold padding, which the full tensor does not have."""
+        return any(part.padding for sharding, _ in self for part in sharding.parts)
+
     def __repr__(self) -> str:
         return f"Layout({', '.join(f'({sharding}, {group.name or None!r})' for sharding, group in self)})"
 

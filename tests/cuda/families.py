@@ -160,9 +160,9 @@ def packed(x: Tensor) -> Tensor:
 
 def clipped(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Copies of three tensors over the norm of all, side by side: sums of torch's would depend on the threads."""
-    given = [t.detach() for t in (x, y, z)]
-    xs = [torch.empty_like(t) for t in given]
-    _ops.multi_tensor_copy_(xs, given)
+    inputs = [t.detach() for t in (x, y, z)]
+    xs = [torch.empty_like(t) for t in inputs]
+    _ops.multi_tensor_copy_(xs, inputs)
     _ops.multi_tensor_scale_(xs, _ops.multi_tensor_squared_norm(xs).rsqrt())
     return torch.cat([x * xs[0], y * xs[1], z * xs[2]], -1)
 

@@ -58,13 +58,14 @@ def _fail(group, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_weights_that_are_not_finite(folder, tmp_path, kind):
-    """In the columns of the last rank alone."""
+@pytest.mark.parametrize("layer", ["layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj"])
+def test_weights_that_are_not_finite(folder, tmp_path, kind, layer):
+    """On the last rank alone: of a column linear, after which the others meet at row linears; of the last of these."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
-    model.model.layers[1].mlp.down_proj.weight.data[3, -1] = float("inf")
+    model.model.get_submodule(layer).weight.data[-1, -1] = float("inf")
     model.save_pretrained(tmp_path)
     messages = simulated.run(_fail, 2, tmp_path, kind)
-    assert len(set(messages)) == 1 and "layers.1.mlp.down_proj.weight' must be finite" in messages[0], messages
+    assert len(set(messages)) == 1 and f"{layer}.weight': must be finite" in messages[0], messages
 
 
 def test_a_quantised_model_is_not_exported(folder, tmp_path):

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tp_ext
 from tests.helpers import simulated
@@ -230,8 +232,8 @@ def saved(group, folder):
 def test_checkpoints_of_another_number_of_ranks(tmp_path):
     expected = simulated.run(saved, 4, str(tmp_path / "a"))[0]
     for p in (1, 2):
-        found = loaded(None, str(tmp_path / "a")) if p == 1 else simulated.run(loaded, p, str(tmp_path / "a"))[0]
-        assert found.keys() == expected.keys() and all(torch.equal(found[k], v) for k, v in expected.items())
+        state = loaded(None, str(tmp_path / "a")) if p == 1 else simulated.run(loaded, p, str(tmp_path / "a"))[0]
+        assert state.keys() == expected.keys() and all(torch.equal(state[k], v) for k, v in expected.items())
 
 
 def test_memory_copies_and_filters():
@@ -274,7 +276,16 @@ def _weight(group):
     return layer(torch.ones(8), weight=torch.ones(2, 8))
 
 
+def _distributed(group):
+    layer = nn.Linear(4, 4)
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()))
+    layer.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]))
+    return quantize_(layer, "int8")
+
+
 WRONG = {
+    "module": (lambda g: quantize_(3, "int8"), "model: 3 must be a module"),
+    "DTensor": (_distributed, "weight: a DTensor must not be quantised; quantise before FSDP2"),
     "bits": (lambda g: quantize_(nn.Linear(4, 4), "int3"), "weights: 'int3' must be one of int8, int4"),
     "zero": (lambda g: quantize_(nn.Linear(4, 4), "int4", 0), "block: 0 must be an integer of at least 2"),
     "odd": (lambda g: quantize_(nn.Linear(9, 4), "int4", 3), "block: 3 must be even"),

@@ -126,5 +126,5 @@ def _exchanged(group):
 
 
 def test_memory_that_was_exchanged():
-    """Of a parameter by ``.data``, and a buffer that was replaced: a run reads and writes that of now."""
+    """A run uses the current memory of a parameter whose ``.data`` was assigned, and of a buffer that was replaced."""
     simulated.run(_exchanged, 2)

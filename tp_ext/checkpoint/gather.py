@@ -204,7 +204,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def write_full(full: Tensor | SlicedTensor | JoinedTensor, local: Tensor, layout: Layout) -> None:
     """Writes this rank's shard of the full tensor, which may be in a file, into its storage, and zeros into padding."""
-    if any(part.padding for sharding, _ in layout for part in sharding.parts):
+    if layout.has_padding:
         local.detach().zero_()
     for offsets, chunk, _ in layout.local_chunks(local)[1]:
         chunk.copy_(full[chunk_slices(offsets, chunk)])

@@ -95,7 +95,8 @@ def from_pretrained(
 
     Communicates: two exchanges of errors over the group, and one of fingerprints (:func:`tp_ext.auto.apply`); a
     broadcast of the state of rank 0's generator, from which missing tensors are drawn, whole, on all ranks; with
-    ``quantize="int8"`` an all-reduce of a number per output of each weight that is sharded on its inputs.
+    ``quantize="int8"`` two all-reduces for each weight that is sharded on its inputs: of a number, by which an error of
+    a rank ends all, and of a number per output.
 
     Raises:
         On all ranks: OSError: a file that cannot be read. KeyError: ``strict`` and missing or unexpected tensors.
@@ -175,7 +176,7 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
             files = _tensors_of(Path(path), opened)
             groups, _ = groups_to_load(model, _shapes(files))
             _matched(model, groups, Path(path), shapes)
-            _read(model, entries, files, groups)
+            _read(model, entries, files, groups, Quantised({}, torch.device("cpu")))
 
         call_on_all_ranks(ranks.axes[0] if ranks.axes else None, read)
 
@@ -372,15 +373,17 @@ def _read(
     entries: Mapping[str, Entry],
     files: Mapping[str, SlicedTensor],
     groups: list[TensorGroup],
-    quantised: Quantised | None = None,
+    quantised: Quantised,
 ) -> None:
-    """Reads this rank's slices; for tensors that are converted, all of them."""
+    """Reads this rank's slices; for tensors that are converted, all of them. Ends early where another rank fails."""
     read: dict[int, str] = {}
-    for group in groups:
-        for name, tensor in _converted_tensors(model, files, group):
+    pairs = (pair for group in groups for pair in _converted_tensors(model, files, group))
+    with quantised:
+        for name, tensor in pairs:
             entry = entries[name]
-            if quantised is not None and quantised.takes(entry):
-                quantised.read(name, tensor, entry)
+            if quantised.takes(entry):
+                if not quantised.read(name, tensor, entry):
+                    return
                 continue
             first = read.setdefault(id(entry.value), name)
             # Tied tensors that a file has twice: the second is compared, not written

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
 from tp_ext.checkpoint.gather import write_full
-from tp_ext.low_precision.quantize import form_of, largest_of_all, linears, put
+from tp_ext.group import process_group
+from tp_ext.low_precision.quantize import form_of, largest_of, linears, put
 from tp_ext.model.fqn import Entry
 from tp_ext.nn.low_bits import LowBits
 
@@ -25,7 +27,8 @@ def forms_of(model: nn.Module, weights: str, block: int) -> dict[Any, LowBits]:
 
 
 class Quantised:
-    """The layers of a model whose weights are quantised when they have been read.
+    """The layers of a model whose weights are quantised when they have been read; the context in which that happens,
+    which an error on one rank ends on all.
 
     Args:
         forms: by layer.
@@ -34,32 +37,41 @@ class Quantised:
 
     def __init__(self, forms: dict[Any, LowBits], device: torch.device) -> None:
         self._forms, self._device = forms, device
-        self._problem: Exception | None = None
+        # At these layers the ranks meet, in the order of reading, which is the same on all
+        shared = [form.groups() for form in forms.values() if form.groups()]
+        self._meetings, self._groups = len(shared), shared[0] if shared else []
 
     def takes(self, entry: Entry) -> bool:
         """Returns whether it is the weight of one of the layers."""
         return entry.owner in self._forms and entry.local == "weight"
 
-    def read(self, name: str, tensor: Tensor | SlicedTensor, entry: Entry) -> None:
-        """Reads a weight and puts its form into its place.
-
-        A rank that cannot read it takes part in the collective over the group nevertheless, with a number that is not
-        finite: so all ranks end at the same layer.
+    def read(self, name: str, tensor: Tensor | SlicedTensor, entry: Entry) -> bool:
+        """Reads a weight and puts its form into its place; returns False if another rank has failed.
 
         Raises:
-            ValueError, on all ranks: the weight of a rank has a NaN or an Inf. What the rank raises that cannot read.
+            ValueError: the weight has a NaN or an Inf. What reading raises.
         """
         layer, form = entry.owner, self._forms[entry.owner]
         weight = torch.empty_like(entry.value, device=self._device, requires_grad=False)
-        problem: Exception | None = None
-        try:
-            write_full(tensor, weight, entry.layout)
-            largest = form.largest(weight)
-        except Exception as error:
-            problem = error
-            largest = torch.full((weight.shape[0], 1), torch.inf, device=self._device)
-        try:
-            largest = largest_of_all(form, largest)
-        except ValueError as error:
-            raise problem or ValueError(f"path: {name!r} {error}") from error
-        put(layer, form, *form.pack(weight, largest))
+        write_full(tensor, weight, entry.layout)
+        largest = largest_of(form, weight, f"path: {name!r}")
+        if form.groups():
+            if self._another_has_failed(False):
+                return False
+            self._meetings -= 1
+        put(layer, form, largest, weight)
+        return True
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # The other ranks wait for this one at the next layer that all share
+        if error is not None and self._meetings:
+            self._another_has_failed(True)
+
+    def _another_has_failed(self, this: bool) -> bool:
+        failed = torch.tensor(int(this), device=self._device)
+        for group in self._groups:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=process_group(group.name))
+        return bool(failed)

@@ -1,15 +1,17 @@
 """Quantisation of the frozen weights of a model's linears."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tp_ext._checks import check_int
 from tp_ext._object_collectives import call_on_all_ranks
-from tp_ext.group import ParallelGroup, process_group
+from tp_ext.group import process_group
 from tp_ext.nn.lora import LoRALinear
 from tp_ext.nn.low_bits import LowBits, QuantizedLinear
 from tp_ext.nn.parallel_linear import ParallelLinear
@@ -51,31 +53,44 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     output of each row linear.
 
     Raises:
-        ValueError, on all ranks of a group, nothing has changed then: no layer to convert; ``block`` is odd or does not
-            divide; a weight of another dtype than fp32, bf16 or fp16, or with a NaN or an Inf; a layer that is
-            quantised already, is on two axes, or was built in :func:`tp_ext.tp_invariant`.
+        TypeError: ``model`` is no module. ValueError, on all ranks of a group, nothing has changed then: no layer to
+            convert; ``block`` is odd or does not divide; a weight of another dtype than fp32, bf16 or fp16, sharded by
+            FSDP2, or with a NaN or an Inf; a layer that is quantised already, is on two axes, or was built in
+            :func:`tp_ext.tp_invariant`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {model!r} must be a module")
     check_options(weights, block)
     chosen = {name: layer for name, layer in linears(model).items() if filter is None or filter(name, layer)}
-    groups = dict.fromkeys(group for layer in chosen.values() for group in _groups(layer) if group.size > 1)
-    forms: dict[str, LowBits] = {}
-
-    def check() -> None:
+    parallel = [layer for layer in chosen.values() if isinstance(layer, ParallelLinear)]
+    groups = dict.fromkeys(layer.tp_group for layer in parallel if layer.tp_group.size > 1)
+    problem: Exception | None = None
+    forms: dict[str, tuple[LowBits, Tensor]] = {}
+    try:
         if not chosen:
             raise ValueError("model: must have a linear to quantise")
         for name, layer in chosen.items():
-            forms[name] = form_of(name, layer, weights, block)
-            weight = layer.weight
-            assert isinstance(weight, nn.Parameter)
-            if not torch.isfinite(weight).all():
-                raise ValueError(f"{name or 'model'}.weight: must be finite, and has a NaN or an Inf")
-
-    check_on: list[ParallelGroup | None] = [*groups] or [None]
-    for group in check_on:
-        call_on_all_ranks(None if group is None else process_group(group.name), check)
+            form, weight = form_of(name, layer, weights, block), layer.weight
+            assert isinstance(weight, Tensor)
+            forms[name] = form, largest_of(form, weight, f"{name or 'model'}.weight")
+    except ValueError as error:
+        problem = error
+    for group in groups:
+        # Every rank goes through all its groups, by which the error of one reaches all that share a group with it
+        try:
+            call_on_all_ranks(process_group(group.name), partial(_raise, problem))
+        except ValueError as error:
+            problem = error
+    _raise(problem)
     for name, layer in chosen.items():
-        convert(layer, forms[name])
+        form, largest = forms[name]
+        put(layer, form, largest)
     return list(chosen)
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 def check_options(weights: str, block: int) -> None:
@@ -125,10 +140,6 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _groups(layer: nn.Module) -> list[ParallelGroup]:
-    return [layer.tp_group] if isinstance(layer, ParallelLinear) else []
-
-
 def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
     """Returns the form that the weight of a linear will have; see :func:`quantize_` for the errors."""
     what = f"{name or 'model'}.weight"
@@ -138,6 +149,8 @@ def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
         raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
     weight = layer.weight
     assert isinstance(weight, Tensor)
+    if isinstance(weight, DTensor):
+        raise ValueError(f"{what}: a DTensor must not be quantised; quantise before FSDP2")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{what}: dtype {weight.dtype} must be one of float32, bfloat16, float16")
     layout = layer.weight_layout if isinstance(layer, ParallelLinear) else Layout()
@@ -151,33 +164,28 @@ def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
     return form
 
 
-def convert(layer: nn.Module, form: LowBits) -> None:
-    """Puts the form of a weight into the place of the weight. Every rank of ``form.groups()`` calls it.
+def largest_of(form: LowBits, weight: Tensor, name: str) -> Tensor:
+    """Returns the largest absolute values of the blocks of a shard.
 
     Raises:
-        ValueError: the weight of a rank has a NaN or an Inf.
+        ValueError: the shard has a NaN or an Inf.
     """
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    put(layer, form, *form.pack(weight, largest_of_all(form, form.largest(weight))))
-
-
-def largest_of_all(form: LowBits, largest: Tensor) -> Tensor:
-    """Returns the largest values of the blocks over the ranks of ``form.groups()``.
-
-    Raises:
-        ValueError, on all these ranks: one of them is not finite.
-    """
-    largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf).contiguous()
-    for group in form.groups():
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group(group.name))
+    largest = form.largest(weight)
     if not largest.isfinite().all():
-        raise ValueError("must be finite, and has a NaN or an Inf")
+        raise ValueError(f"{name}: must be finite, and has a NaN or an Inf")
     return largest
 
 
-def put(layer: nn.Module, form: LowBits, packed: Tensor, scale: Tensor) -> None:
-    """Replaces the parameter of a linear by the buffers of its form."""
+def put(layer: Any, form: LowBits, largest: Tensor, weight: Tensor | None = None) -> None:
+    """Puts the form of a weight into the place of the parameter. Every rank of ``form.groups()`` calls it.
+
+    Args:
+        largest: see :func:`largest_of`.
+        weight: this rank's shard; None: the parameter.
+    """
+    for group in form.groups():
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group(group.name))
+    packed, scale = form.pack(layer.weight if weight is None else weight, largest)
     del layer.weight
     layer.register_buffer("weight_packed", packed)
     layer.register_buffer("weight_scale", scale)
@@ -185,4 +193,4 @@ def put(layer: nn.Module, form: LowBits, packed: Tensor, scale: Tensor) -> None:
         layer.replace_weight(form)
     else:
         layer.__class__ = QuantizedLinear
-        layer.low_bits = form  # type: ignore[assignment]
+        layer.low_bits = form

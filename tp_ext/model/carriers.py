@@ -33,7 +33,7 @@ class Carriers:
         """Adds a module with its table of layouts, unless all groups are of one rank and nothing is padded."""
         layouts = table.values()
         if not any(map(is_sharded, layouts)):
-            if any(part.padding for layout in layouts for sharding, _ in layout for part in sharding.parts):
+            if any(layout.has_padding for layout in layouts):
                 cls.padded.add(module)
         else:
             cls.modules.add(module)

@@ -239,7 +239,7 @@ class ParallelModule(nn.Module):
 
     def has_padding(self, name: str) -> bool:
         """Returns whether shards of the parameter hold padding, which the full parameter does not have."""
-        return any(part.padding for sharding, _ in self.tp_layouts[name] for part in sharding.parts)
+        return self.tp_layouts[name].has_padding
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -155,7 +155,7 @@ class ColumnParallelLinear(ParallelLinear):
                 main_grad,
                 attributes["overlap_chunks"],
             )
-        if attributes["gather_output"] and (group.size > 1 or self.has_padding("weight")):
+        if attributes["gather_output"] and (group.size > 1 or self.weight_layout.has_padding):
             y = self.gathered(y)
         return (y, bias) if skip_bias_add else y
 
@@ -172,7 +172,7 @@ class ColumnParallelLinear(ParallelLinear):
         sharding = self.weight_layout[0][0]
         sizes = sharding.local_sizes(self.tp_group.size)
         full = _ops.gather_from_region(y, self.tp_group.name, -1, sizes)
-        if len(sharding.parts) == 1 and not sharding.parts[0].has_copies and not self.has_padding("weight"):
+        if len(sharding.parts) == 1 and not sharding.parts[0].has_copies and not self.weight_layout.has_padding:
             return full
         return Sharding(-1, sharding.parts).unshard(full.split(sizes, -1))
 
@@ -266,7 +266,7 @@ class RowParallelLinear(ParallelLinear):
         """
         attributes = self.__dict__  # faster, see operands()
         group, skip_bias_add, coalesced = attributes["tp_group"], attributes["skip_bias_add"], attributes["_coalesced"]
-        if not attributes["input_is_parallel"] and (group.size > 1 or self.has_padding("weight")):
+        if not attributes["input_is_parallel"] and (group.size > 1 or self.weight_layout.has_padding):
             x = self.scattered(x)
         if attributes["low_bits"] is not None:
             y, bias = self._of_low_bits(x, total_tokens, weight), self.parameter("bias")
@@ -308,7 +308,7 @@ class RowParallelLinear(ParallelLinear):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x: shape {tuple(x.shape)} must end in in_features = {self.in_features}")
         p = self.tp_group.size
-        if len(sharding.parts) > 1 or self.has_padding("weight"):  # in rank order, with zeros for padding
+        if len(sharding.parts) > 1 or self.weight_layout.has_padding:  # in rank order, with zeros for padding
             last = Sharding(-1, sharding.parts)
             x = torch.cat([last.shard(x, rank, p) for rank in range(p)], -1)
         return _ops.scatter_to_region(x, self.tp_group.name, -1, sharding.local_sizes(p))

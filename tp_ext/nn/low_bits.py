@@ -162,7 +162,8 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
-    """Whether torch's product with int8 serves: with more tokens it is slower, and some shapes it reads beyond."""
+    """Returns whether to use torch's product with int8. It is slower for many tokens, and reads past the end of a
+    weight whose number of inputs is not a multiple of 16."""
     return (
         x.device.type == "cpu"
         and 0 < x.shape[0] <= _FEW

@@ -159,11 +159,6 @@ class ParallelLinear(ParallelModule):
         like = self.weight if self.low_bits is None else self.weight_scale
         return {"device": like.device, "dtype": like.dtype}
 
-    def has_padding(self, name: str) -> bool:
-        if name != "weight":
-            return super().has_padding(name)
-        return any(part.padding for sharding, _ in self.weight_layout for part in sharding.parts)
-
     def replace_weight(self, form: LowBits) -> None:
         """Declares the buffers of a weight that was quantised in the place of the weight."""
         self.low_bits = form
