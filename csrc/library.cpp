@@ -332,6 +332,23 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_multi_tensor_squared_norm(Tensor[] xs) -> Tensor", tags);
   m.def("_multi_tensor_scale_(Tensor(a!)[] xs, Tensor scale) -> ()", tags);
   m.def("_multi_tensor_copy_(Tensor(a!)[] outs, Tensor[] values) -> ()", tags);
+  // Gradients compressed to blocks of codes with a scale each (kernels/compressed_blocks.h). places
+  // [ranks, 3]: first element, elements and byte of the wire of what each rank owns. x + residual to
+  // the wire; the sum of received [ranks, bytes] and residual to the wire; the mean of the wire
+  m.def(
+      "_compress_blocks_(Tensor x, Tensor(a!)? residual, Tensor(b!) wire, Tensor places, int "
+      "block, "
+      "bool float8) -> ()",
+      tags);
+  m.def(
+      "_sum_compressed_blocks_(Tensor received, Tensor(a!)? residual, Tensor(b!) wire, int byte, "
+      "int "
+      "count, int block, bool float8) -> ()",
+      tags);
+  m.def(
+      "_decompress_blocks_(Tensor wire, Tensor(a!) out, Tensor places, int block, bool float8) -> "
+      "()",
+      tags);
 }
 
 #ifndef TP_EXT_WITH_CUDA

@@ -8,14 +8,6 @@
 
 namespace tp_ext {
 
-template <typename To, typename From>
-TP_HD To same_bits(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
 // Both convert from fp32 with rounding to nearest, ties to even; NaN becomes a quiet NaN.
 struct Bf16 {
   uint16_t bits;

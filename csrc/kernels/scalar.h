@@ -22,6 +22,14 @@
 
 namespace tp_ext {
 
+template <typename To, typename From>
+TP_HD To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
 // fp32 arithmetic for half types and fp32, fp64 for fp64
 template <typename T>
 struct AccType {

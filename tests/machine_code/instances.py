@@ -96,6 +96,15 @@ def lists():
     yield Instance("multi_tensor", "sum_of_partials_kernel", (), 1024, DOUBLE)
 
 
+def compressed():
+    for code in ("Int8Code", "E4m3Code"):
+        for dtype in TYPES:
+            if dtype != DOUBLE:
+                for kernel in ("compress_blocks_kernel", "decompress_blocks_kernel"):
+                    yield Instance("compressed_blocks", kernel, (code, dtype), 256, dtype)
+        yield Instance("compressed_blocks", "sum_compressed_kernel", (code,), 256, FLOAT)
+
+
 def experts():
     for dtype in TYPES:
         for width in widths(dtype):
@@ -108,4 +117,14 @@ def experts():
     yield Instance("moe_sort", "moe_rows_kernel", (), 256, "int64_t")
 
 
-INSTANCES = [*columns(), *norms(), *ropes(), *vocabularies(), *random_words(), *shards(), *lists(), *experts()]
+INSTANCES = [
+    *columns(),
+    *norms(),
+    *ropes(),
+    *vocabularies(),
+    *random_words(),
+    *shards(),
+    *lists(),
+    *experts(),
+    *compressed(),
+]

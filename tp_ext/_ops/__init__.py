@@ -29,6 +29,11 @@ from tp_ext._ops.blocks import (
     column_sums,
     tree_total,
 )
+from tp_ext._ops.compressed_blocks import (
+    compress_blocks_,
+    decompress_blocks_,
+    sum_compressed_blocks_,
+)
 from tp_ext._ops.context import context_attention
 from tp_ext._ops.linear import (
     accumulate_grad_into,

@@ -1,4 +1,6 @@
-"""Fewer bits: frozen weights of 8 and 4 bits, the same values for every number of ranks."""
+"""Fewer bits: frozen weights of 8 and 4 bits, the same values for every number of ranks; gradients of 8 bits."""
 
+from tp_ext.low_precision.compress import CompressedGradients as CompressedGradients
+from tp_ext.low_precision.compress import compress_gradients as compress_gradients
 from tp_ext.low_precision.quantize import dequantize as dequantize
 from tp_ext.low_precision.quantize import quantize_ as quantize_

@@ -36,15 +36,15 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
     params = [(name, entry) for name, entry in census(model).parameters.items() if not isinstance(entry.value, DTensor)]
     # All axes before the first collective: an axis that is refused must not leave other ranks waiting
     averaged = [
-        (axis, [entry.value for name, entry in params if not _shards(entry.layout, axis, name)])
+        (axis, [entry.value for name, entry in params if not is_sharded_over(entry.layout, axis, name)])
         for axis in data_axes(data_groups).axes
     ]
     for axis, over in averaged:
         average_over(over, axis.name)
 
 
-def _shards(layout: Layout, axis: ParallelGroup, name: str) -> bool:
-    """Returns whether the parameter is sharded over the axis."""
+def is_sharded_over(layout: Layout, axis: ParallelGroup, name: str) -> bool:
+    """Returns whether the parameter is sharded over a data axis, and so has no mean over it."""
     ranks = global_ranks(axis.name)
     for _, group in layout:
         own = global_ranks(group.name) if group.size > 1 else []

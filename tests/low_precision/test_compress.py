@@ -1,0 +1,307 @@
+"""compress_gradients: means and residuals by the formula bit for bit, by average() and under DDP; resumed; refused."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tp_ext
+from tests.helpers import ranks, simulated
+from tests.helpers.compression import Exchange
+from tp_ext.low_precision import compress_gradients
+
+pytestmark = pytest.mark.core
+
+SHAPES = {"table": (41, 24), "small": (3, 5), "cube": (2, 3, 70), "none": (0, 4), "bias": (24,), "scale": ()}
+COMPRESSED = ["table", "small", "cube", "none"]
+
+
+def grad_of(name, rank, step, dtype=torch.float32):
+    number = list(SHAPES).index(name)
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + number)
+    return (torch.randn(SHAPES[name], generator=generator) * 10.0 ** (number - 2)).to(dtype)
+
+
+def model_of(dtype=torch.float32):
+    model = nn.Module()
+    for name, shape in SHAPES.items():
+        setattr(model, name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+    return model
+
+
+def averaged(group, compress, block, feedback, dtype, steps=3):
+    model = model_of(dtype)
+    handle = compress_gradients(model, compress, block=block, feedback=feedback, group=group)
+    assert handle.names == COMPRESSED
+    found = []
+    for step in range(steps):
+        for name, param in model.named_parameters():
+            param.grad = grad_of(name, group.rank(), step, dtype)
+        if step == 1:  # in another layout in memory, and none on one rank
+            model.table.grad = model.table.grad.t().contiguous().t()
+            if group.rank() == 0 and group.size() > 1:
+                model.small.grad = None
+        handle.average()
+        found.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    return found, {name: handle.residual(name) for name in handle.names}
+
+
+@pytest.mark.parametrize("compress", ["int8", "float8"])
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_means_and_residuals_by_the_formula(p, compress):
+    for block, feedback, dtype in ((64, True, torch.float32), (16, False, torch.bfloat16), (6, True, torch.float16)):
+        results = simulated.run(averaged, p, compress, block, feedback, dtype)
+        for name in SHAPES:
+            exchange = Exchange(p, block, compress == "float8", feedback)
+            applied = torch.zeros(SHAPES[name], dtype=torch.float64)
+            given = torch.zeros(SHAPES[name], dtype=torch.float64)
+            for step in range(3):
+                grads = [grad_of(name, rank, step, dtype) for rank in range(p)]
+                if step == 1 and name == "small" and p > 1:
+                    grads[0] = torch.zeros_like(grads[0])
+                compressed = name in COMPRESSED
+                expected = exchange(grads) if compressed else torch.stack(grads).double().mean(0)
+                for rank, (found, _) in enumerate(results):
+                    if compressed:
+                        assert torch.equal(found[step][name], expected), (name, step, rank)
+                    else:
+                        torch.testing.assert_close(found[step][name].double(), expected, rtol=5e-2, atol=5e-2)
+                        assert torch.equal(found[step][name], results[0][0][step][name])
+                applied += expected.double() * p
+                given += sum(grad.double() for grad in grads)
+            if name not in COMPRESSED:
+                continue
+            left = sum(residuals[name].double() for _, residuals in results)
+            if not feedback or p == 1:
+                assert left.eq(0).all()
+                continue
+            expected = sum(error.double() for error in exchange.errors) + exchange.share_error
+            largest = float(given.abs().max()) if given.numel() else 0
+            torch.testing.assert_close(left.flatten(), expected, rtol=0, atol=1e-7 * largest)
+            if dtype == torch.float32:  # nothing is lost
+                torch.testing.assert_close(applied + left, given, rtol=0, atol=1e-5 * largest)
+
+
+class Sum(nn.Module):
+    """Gives each parameter the gradient of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = model_of()
+        del self.inner.none
+
+    def forward(self, rank, step):
+        return sum((param * grad_of(name, rank, step)).sum() for name, param in self.inner.named_parameters())
+
+
+def under_ddp(group, view, cap):
+    model = DistributedDataParallel(Sum(), process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
+    handle = compress_gradients(model, "int8")
+    assert handle.names == ["inner.table", "inner.small", "inner.cube"]
+    found = []
+    for step in range(3):  # DDP makes its buckets anew after the first
+        model.zero_grad()
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            model(group.rank(), step).backward()
+        if step == 1:
+            model(group.rank(), step + 10).backward()
+        found.append({name: param.grad.clone() for name, param in model.module.inner.named_parameters()})
+    with pytest.raises(RuntimeError, match="average: must not be called under DDP"):
+        handle.average()
+    return found
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_ddp_gives_the_same_means_in_any_buckets(p, view):
+    for cap in (25, 0.003):
+        results = ranks.run(under_ddp, p, view, cap)
+        for name in ("table", "small", "cube", "bias"):
+            exchange = Exchange(p, 64, False, True)
+            for step in range(3):
+                grads = [grad_of(name, rank, step) for rank in range(p)]
+                if step == 1:
+                    grads = [grad + grad_of(name, rank, step + 10) for rank, grad in enumerate(grads)]
+                compressed = name != "bias"
+                expected = exchange(grads) if compressed else torch.stack(grads).mean(0)
+                for found in results:
+                    if compressed:
+                        assert torch.equal(found[step][name], expected), (name, step, cap)
+                    else:
+                        torch.testing.assert_close(found[step][name], expected)
+
+
+def resumed(group):
+    def run(handle, model, steps):
+        for step in steps:
+            for name, param in model.named_parameters():
+                param.grad = grad_of(name, group.rank(), step)
+            handle.average()
+
+    whole, first, second = model_of(), model_of(), model_of()
+    handles = [compress_gradients(model, "float8", group=group) for model in (whole, first, second)]
+    run(handles[0], whole, range(4))
+    run(handles[1], first, range(2))
+    file = io.BytesIO()
+    torch.save(handles[1].state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    handles[2].load_state_dict(state)
+    run(handles[1], first, range(2, 3))  # the file has a copy
+    run(handles[2], second, range(2, 4))
+    for name in COMPRESSED:
+        assert torch.equal(second.get_parameter(name).grad, whole.get_parameter(name).grad), name
+        assert torch.equal(handles[2].residual(name), handles[0].residual(name)), name
+    other = compress_gradients(model_of(), "float8", block=32, group=group)
+    with pytest.raises(ValueError, match=r"state: rank, ranks and block \[\d, 3, 64\] must be \[\d, 3, 32\]"):
+        other.load_state_dict(state)
+    state["errors"]["gone"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="state: 'gone' must be a compressed parameter"):
+        handles[2].load_state_dict(state)
+    with pytest.raises(ValueError, match="name: 'bias' must be one of names"):
+        other.residual("bias")
+
+
+def test_a_resumed_run_has_the_same_bits():
+    simulated.run(resumed, 3)
+
+
+def not_finite(group, bad):
+    model = model_of()
+    handle = compress_gradients(model, "int8", group=group)
+    for name, param in model.named_parameters():
+        param.grad = grad_of(name, group.rank(), 0)
+    if group.rank() == 1:
+        model.table.grad[3, 5] = bad
+    handle.average()
+    at = 3 * 24 + 5
+    block = slice(at // 64 * 64, at // 64 * 64 + 64)
+    grad = model.table.grad.flatten()
+    assert grad[block].isnan().all() and grad.isnan().sum() == 64
+    assert handle.residual("table").flatten()[block].eq(0).all() == (group.rank() == 1)
+    assert handle.residual("table").isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_block_that_is_not_finite_is_nan_on_all_ranks(bad):
+    simulated.run(not_finite, 2, bad)
+
+
+def counted(group, dtype):
+    model = nn.Sequential(nn.Linear(96, 200), nn.Linear(200, 70), nn.Linear(70, 31)).to(dtype)
+    handle = compress_gradients(model, "int8", group=group)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with tp_ext.debug.count_collectives() as counts:
+        handle.average()
+    sent = sum(one.wire_bytes for one in counts.rows if one.kind in ("all_to_all", "all_gather"))
+    elements = sum(param.numel() for param in model.parameters() if param.dim() == 2)
+    p = group.size()
+    return sent / (2 * (p - 1) / p * elements * dtype.itemsize)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_bytes_on_the_wire(p):
+    for dtype, most in ((torch.float32, 0.27), (torch.bfloat16, 0.54)):
+        shares = simulated.run(counted, p, dtype)
+        assert all(0.9 * most < share <= most for share in shares), shares
+
+
+def tensor_parallel(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = tp_ext.ParallelMLP(24, 36, group=mesh["tp"])
+    handle = compress_gradients(model, "int8", group=mesh["dp"])
+    x = torch.randn(4, 24, generator=torch.Generator().manual_seed(mesh["dp"].get_local_rank()))
+    model(x).square().sum().backward()
+    own = {name: param.grad.clone() for name, param in model.named_parameters()}
+    handle.average()
+    for name in handle.names:
+        both = [torch.empty_like(own[name]) for _ in range(2)]
+        dist.all_gather(both, own[name], group=mesh["dp"].get_group())
+        assert torch.equal(model.get_parameter(name).grad, Exchange(2, 64, False, True)(both)), name
+
+
+def test_shards_of_tensor_parallelism():
+    ranks.run(tensor_parallel, 4)
+
+
+def refused(group):
+    model = model_of()
+    for message, options in (
+        (r"compress: 'int4' must be one of", {"compress": "int4"}),
+        (r"block: 7 must be even", {"block": 7}),
+        (r"block: 0 must be", {"block": 0}),
+        (r"group: None must be given without DDP", {"group": None}),
+        (r"model: must have a parameter to compress", {"exempt": lambda name, param: True}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compress_gradients(model, **{"compress": "int8", "group": group} | options)
+    with pytest.raises(TypeError, match=r"model: 3 must be a module"):
+        compress_gradients(3, "int8", group=group)
+    with pytest.raises(TypeError, match=r"exempt: 3 must be a function"):
+        compress_gradients(model, "int8", exempt=3, group=group)
+    with pytest.raises(ValueError, match=r"table: dtype torch.float64 must be one of"):
+        compress_gradients(model_of(torch.float64), "int8", group=group)
+    uneven = model_of()
+    if group.rank() == 1:  # alone
+        uneven.small = nn.Parameter(torch.zeros(3, 6))
+    with pytest.raises(ValueError, match=r"model: parameters and options of rank 1 must be those of rank 0"):
+        compress_gradients(uneven, "int8", group=group)
+    handle = compress_gradients(model, "int8", exempt=lambda name, param: name != "small", group=group)
+    assert handle.names == ["small"]
+    with pytest.raises(ValueError, match=r"model: its gradients must not be compressed already"):
+        compress_gradients(model, "int8", group=group)
+
+
+def test_wrong_arguments():
+    simulated.run(refused, 2)
+
+
+def refused_under_wrappers(group):
+    ddp = DistributedDataParallel(Sum(), process_group=group)
+    with pytest.raises(ValueError, match=r"group: .* must not be given with DDP"):
+        compress_gradients(ddp, "int8", group=group)
+    outer = nn.ModuleList([ddp])
+    with pytest.raises(ValueError, match=r"model: 0 must not be wrapped by DDP"):
+        compress_gradients(outer, "int8", group=group)
+    compress_gradients(ddp, "int8")
+    with pytest.raises(ValueError, match=r"model: its gradients must not be compressed already"):
+        compress_gradients(ddp, "int8")
+    hooked = DistributedDataParallel(Sum(), process_group=group)
+    if group.rank() == 0:
+        hooked.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(ValueError, match=r"model: must not have another communication hook"):
+        compress_gradients(hooked, "int8")
+    sharded = nn.Linear(8, 8)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"weight: a DTensor must not be compressed: FSDP2"):
+        compress_gradients(sharded, "int8", group=group)
+
+
+def test_wrappers_that_are_refused():
+    ranks.run(refused_under_wrappers, 2)
+
+
+class Experts(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.moe = tp_ext.ParallelMoE(8, 16, num_experts=4, top_k=1, expert_group=group)
+        self.out = nn.Linear(8, 8)
+
+
+def of_experts(group):
+    model = Experts(group)
+    handle = compress_gradients(model, "int8", group=group)
+    return handle.names
+
+
+def test_experts_that_the_axis_shards_are_left_alone():
+    (names, _) = ranks.run(of_experts, 2)
+    assert "out.weight" in names and not any("experts" in name for name in names), names
