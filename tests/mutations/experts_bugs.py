@@ -83,7 +83,7 @@ EXPERTS_BUGS = [
     _bug(
         "average_of_experts",
         "parallel/average_gradients.py",
-        "if not _shards(entry.layout, axis, name)]",
+        "if not is_sharded_over(entry.layout, axis, name)]",
         "]",
         "Different experts' gradients are averaged.",
         f"{STEPS}[sizes1-average_gradients]",
