@@ -387,14 +387,14 @@ def test_files_are_short():
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
     "": 4050,
-    "_ops": 1450,
+    "_ops": 1500,  # compressed gradients
     "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
     "checkpoint": 4750,
     "debug": 2150,  # one digest of a model, rules of tp_invariant
     "elastic": 1000,
     "huggingface": 2000,  # weights that are quantised as they are read
     "lightning": 350,
-    "low_precision": 700,  # compressed gradients
+    "low_precision": 750,  # compressed gradients
     "mesh_program": 1150,
     "model": 1750,
     "nn": 6550,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits

@@ -1,4 +1,4 @@
-"""Training in fewer bits beside training without: losses of the example GPT on real text, a curve per way.
+"""Training in fewer bits, next to training without: losses of the example GPT on real text, a curve per way.
 
     .venv/bin/python -m tests.soak.low_precision --steps 1000 --plot loss.png
 

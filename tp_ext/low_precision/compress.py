@@ -183,10 +183,10 @@ class CompressedGradients:
         """Replaces every gradient by its mean over the data axis, in place: once a step, on all ranks.
 
         Communicates: an all-reduce of four numbers per parameter; see :func:`compress_gradients`; and of the exempt
-        gradients as :func:`tp_ext.sum_gradients`. Nothing over one rank.
+        gradients as :func:`tp_ext.parallel.sum_gradients`. Nothing over one rank.
 
         Raises:
-            RuntimeError: the model is under DDP. ValueError, on all ranks: see :func:`tp_ext.sum_gradients`.
+            RuntimeError: the model is under DDP. ValueError, on all ranks: see :func:`tp_ext.parallel.sum_gradients`.
         """
         if self._ddp is not None:
             raise RuntimeError("average: must not be called under DDP, whose hook takes the means")

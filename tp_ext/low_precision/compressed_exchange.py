@@ -1,10 +1,4 @@
-"""The exchange of gradients compressed to blocks: an all-to-all to the owners of the blocks, and an all-gather of their
-sums.
-
-[Note: owners of blocks] The blocks of a parameter are divided among the ranks as ``torch.tensor_split`` divides them,
-rotated by the number of the parameter, so that no rank owns the longer shares of all. The division depends on the
-parameter alone, not on the bucket in which it travels: the owner's residual stays with it when DDP makes other buckets.
-"""
+"""The exchange of compressed gradients: an all-to-all to the owners of the blocks, and an all-gather of their sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +22,7 @@ class Share(NamedTuple):
 
 
 def shares_of(numel: int, ranks: int, block: int, number: int) -> list[Share]:
-    """Returns the elements that each rank owns of the parameter ``number``; see [Note: owners of blocks]."""
+    """Returns the elements that each rank owns of the parameter ``number``; by [Note: owners of blocks]."""
     blocks = -(-numel // block)
     lengths = [len(part) for part in torch.empty(blocks, device="meta").tensor_split(ranks)]
     shares, first = [], 0
