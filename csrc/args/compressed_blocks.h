@@ -32,8 +32,11 @@ inline void check_values(const at::Tensor& x, const char* name) {
   TORCH_CHECK_VALUE(x.is_contiguous(), name, ": must be contiguous");
 }
 
-inline void check_residual(const std::optional<at::Tensor>& residual, int64_t numel) {
+inline void check_residual(const std::optional<at::Tensor>& residual, int64_t numel,
+                           const at::Tensor& like) {
   if (!residual.has_value()) return;
+  TORCH_CHECK_VALUE(residual->device() == like.device(), "residual: device ", residual->device(),
+                    " must be that of the wire, ", like.device());
   TORCH_CHECK_TYPE(residual->scalar_type() == at::kFloat, "residual: dtype ",
                    residual->scalar_type(), " must be float32");
   TORCH_CHECK_VALUE(residual->is_contiguous() && residual->numel() == numel, "residual: shape ",

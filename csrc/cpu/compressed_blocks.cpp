@@ -122,7 +122,7 @@ void for_places(const Tensor& places, const Tensor& x, const Tensor& wire, int64
 void compress(const Tensor& x, const OptionalTensor& residual, const Tensor& wire,
               const Tensor& places, int64_t block, bool float8) {
   check_values(x, "x");
-  check_residual(residual, x.numel());
+  check_residual(residual, x.numel(), wire);
   check_wire(wire, "wire", x);
   const bool feedback = residual.has_value();
   float* const errors = feedback ? out<float>(*residual) : nullptr;
@@ -145,7 +145,7 @@ void sum_compressed(const Tensor& received, const OptionalTensor& residual, cons
                     int64_t byte, int64_t count, int64_t block, bool float8) {
   check_wire(received, "received", wire);
   check_wire(wire, "wire", wire);
-  check_residual(residual, count);
+  check_residual(residual, count, wire);
   check_sums(received, wire, byte, count, block);
   const int64_t step = received.size(1);
   dispatch_code(float8, residual.has_value(), [&](auto code, auto with_feedback) {

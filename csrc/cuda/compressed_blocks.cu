@@ -27,7 +27,7 @@ void with_code(bool float8, F f) {
 void compress(const Tensor& x, const OptionalTensor& residual, const Tensor& wire,
               const Tensor& places, int64_t block, bool float8) {
   check_values(x, "x");
-  check_residual(residual, x.numel());
+  check_residual(residual, x.numel(), wire);
   check_wire(wire, "wire", x);
   check_places(places, x, block);
   const c10::cuda::CUDAGuard guard(x.device());
@@ -51,7 +51,7 @@ void sum_compressed(const Tensor& received, const OptionalTensor& residual, cons
                     int64_t byte, int64_t count, int64_t block, bool float8) {
   check_wire(received, "received", wire);
   check_wire(wire, "wire", wire);
-  check_residual(residual, count);
+  check_residual(residual, count, wire);
   check_sums(received, wire, byte, count, block);
   const c10::cuda::CUDAGuard guard(wire.device());
   const int64_t blocks = blocks_in(count, block);

@@ -101,7 +101,9 @@ class Sum(nn.Module):
 
 
 def under_ddp(group, view, cap):
-    model = DistributedDataParallel(Sum(), process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
+    inner = Sum()
+    inner.inner.cube = nn.Parameter(inner.inner.cube.data.transpose(0, 2).contiguous().transpose(0, 2))
+    model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
     handle = compress_gradients(model, "int8")
     assert handle.names == ["inner.table", "inner.small", "inner.cube"]
     found = []
@@ -114,7 +116,7 @@ def under_ddp(group, view, cap):
         found.append({name: param.grad.clone() for name, param in model.module.inner.named_parameters()})
     with pytest.raises(RuntimeError, match="average: must not be called under DDP"):
         handle.average()
-    return found
+    return found, {name: handle.residual("inner." + name) for name in COMPRESSED[:3]}
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -130,11 +132,15 @@ def test_ddp_gives_the_same_means_in_any_buckets(p, view):
                     grads = [grad + grad_of(name, rank, step + 10) for rank, grad in enumerate(grads)]
                 compressed = name != "bias"
                 expected = exchange(grads) if compressed else torch.stack(grads).mean(0)
-                for found in results:
+                for found, _ in results:
                     if compressed:
                         assert torch.equal(found[step][name], expected), (name, step, cap)
                     else:
                         torch.testing.assert_close(found[step][name], expected)
+            if p > 1 and name != "bias":
+                left = sum(residuals[name].flatten().double() for _, residuals in results)
+                expected = sum(error.double() for error in exchange.errors) + exchange.share_error
+                torch.testing.assert_close(left, expected, rtol=0, atol=1e-6 * float(exchange.errors[0].abs().max()))
 
 
 def resumed(group):
@@ -160,8 +166,11 @@ def resumed(group):
         assert torch.equal(second.get_parameter(name).grad, whole.get_parameter(name).grad), name
         assert torch.equal(handles[2].residual(name), handles[0].residual(name)), name
     other = compress_gradients(model_of(), "float8", block=32, group=group)
-    with pytest.raises(ValueError, match=r"state: rank, ranks and block \[\d, 3, 64\] must be \[\d, 3, 32\]"):
+    with pytest.raises(ValueError, match=r"state: rank, ranks, block and feedback \[\d, 3, 64, 1\] must be"):
         other.load_state_dict(state)
+    fewer = compress_gradients(model_of(), "float8", exempt=lambda name, param: name != "small", group=group)
+    with pytest.raises(ValueError, match="state: 'table' must be a compressed parameter of the same shape and place"):
+        fewer.load_state_dict(state)
     state["errors"]["gone"] = torch.zeros(3)
     with pytest.raises(ValueError, match="state: 'gone' must be a compressed parameter"):
         handles[2].load_state_dict(state)
@@ -259,7 +268,16 @@ def refused(group):
         uneven.small = nn.Parameter(torch.zeros(3, 6))
     with pytest.raises(ValueError, match=r"model: parameters and options of rank 1 must be those of rank 0"):
         compress_gradients(uneven, "int8", group=group)
+    words = nn.ModuleList([nn.Embedding(8, 8, sparse=True)])
+    with pytest.raises(ValueError, match=r"0: gradients of sparse=True must not be compressed"):
+        compress_gradients(words, "int8", group=group)
+    with pytest.raises(ValueError, match=r"block: 7 must be even"):  # on one rank alone
+        compress_gradients(model, "int8", block=7 if group.rank() == 1 else 64, group=group)
+    model.cube.requires_grad = False
     handle = compress_gradients(model, "int8", exempt=lambda name, param: name != "small", group=group)
+    model.cube.grad = torch.zeros_like(model.cube)
+    with pytest.raises(ValueError, match=r"model: a parameter that was frozen at compress_gradients must have no"):
+        handle.average()
     assert handle.names == ["small"]
     with pytest.raises(ValueError, match=r"model: its gradients must not be compressed already"):
         compress_gradients(model, "int8", group=group)
@@ -279,6 +297,11 @@ def refused_under_wrappers(group):
     compress_gradients(ddp, "int8")
     with pytest.raises(ValueError, match=r"model: its gradients must not be compressed already"):
         compress_gradients(ddp, "int8")
+    with pytest.raises(ValueError, match=r"model: its gradients must not be compressed already"):
+        compress_gradients(ddp.module, "int8", group=group)
+    unused = DistributedDataParallel(Sum(), process_group=group, find_unused_parameters=True)
+    with pytest.raises(ValueError, match=r"model: DDP's find_unused_parameters must be False"):
+        compress_gradients(unused, "int8")
     hooked = DistributedDataParallel(Sum(), process_group=group)
     if group.rank() == 0:
         hooked.register_comm_hook(None, lambda state, bucket: None)
@@ -292,6 +315,20 @@ def refused_under_wrappers(group):
 
 def test_wrappers_that_are_refused():
     ranks.run(refused_under_wrappers, 2)
+
+
+def copies(group, head_dim):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = tp_ext.ParallelAttention(4 * head_dim, 4, num_kv_heads=1, bias=False, group=mesh["tp"])
+    handle = compress_gradients(model, "int8", group=mesh["dp"])
+    return handle.names
+
+
+def test_copies_of_kv_heads_are_not_in_blocks_with_other_heads():
+    """The blocks of a shard of 2 heads of 5 times 20 would cross from q to k; those of 16 times 64 do not."""
+    assert set(map(tuple, ranks.run(copies, 4, 5))) == {("out.weight",)}
+    assert set(map(tuple, ranks.run(copies, 4, 16))) == {("qkv.weight", "out.weight")}
 
 
 class Experts(nn.Module):

@@ -394,7 +394,7 @@ BUDGETS = {
     "elastic": 1000,
     "huggingface": 2000,  # weights that are quantised as they are read
     "lightning": 350,
-    "low_precision": 750,  # compressed gradients
+    "low_precision": 800,  # compressed gradients
     "mesh_program": 1150,
     "model": 1750,
     "nn": 6550,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits

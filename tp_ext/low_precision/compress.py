@@ -1,6 +1,7 @@
 """Compression of gradients over data parallelism, with error feedback."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -20,6 +21,7 @@ from tp_ext.model.census import census
 from tp_ext.parallel.average_gradients import is_sharded_over
 from tp_ext.parallel.grad_norm import gradient_terms
 from tp_ext.parallel.gradient_sum import average_over, check_kinds, gradient_buckets, kinds_of_gradients
+from tp_ext.sharding import Layout, Sharding
 
 Exempt = Callable[[str, nn.Parameter], bool]
 
@@ -67,7 +69,8 @@ def compress_gradients(
         compress: ``"int8"`` or ``"float8"``.
         block: even.
         exempt: called with the name, without DDP's ``module.``, and each parameter that requires a gradient; True: it
-            is summed as it is. Default: parameters of fewer than two dims, as norms and biases.
+            is summed as it is. Default: parameters of fewer than two dims, as norms and biases. Always exempt: a shard
+            with copies (of KV heads) that would share a block with other elements.
         group: the data axis of a model without DDP.
 
     Returns:
@@ -79,18 +82,12 @@ def compress_gradients(
 
     Raises:
         TypeError: ``model`` is no module, or ``exempt`` no function. ValueError, on all ranks: another ``compress`` or
-            ``block``; ``group`` with DDP, or neither; a model that has a handle or another communication hook; a
-            parameter of FSDP2 or of fp64; no parameter to compress; other parameters on another rank.
+            ``block``; ``group`` with DDP, or neither; a model that has a handle or another communication hook; DDP with
+            ``find_unused_parameters``; a parameter of FSDP2, of fp64, or with sparse gradients; no parameter to
+            compress, or others on another rank.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
-    check_choice(("int8", "float8"), compress=compress)
-    check_int(least=2, block=block)
-    if block % 2:
-        raise ValueError(f"block: {block} must be even")
-    check_bool(feedback=feedback)
-    if exempt is not None and not callable(exempt):
-        raise TypeError(f"exempt: {exempt!r} must be a function of a name and a parameter")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if (ddp is None) == (group is None):
         problem = "must not be given with DDP, which has its own" if ddp is not None else "must be given without DDP"
@@ -100,7 +97,14 @@ def compress_gradients(
     chosen: list[_Chosen] = []
 
     def describe() -> Any:
-        chosen.append(_choose(model, ddp, exempt or _few_dims, data))
+        check_choice(("int8", "float8"), compress=compress)
+        check_int(least=2, block=block)
+        if block % 2:
+            raise ValueError(f"block: {block} must be even")
+        check_bool(feedback=feedback)
+        if exempt is not None and not callable(exempt):
+            raise TypeError(f"exempt: {exempt!r} must be a function of a name and a parameter")
+        chosen.append(_choose(model, ddp, exempt or _few_dims, data, block))
         shapes = [(name, tuple(param.shape)) for name, param in chosen[0].compressed.items()]
         return compress, block, feedback, shapes, [tuple(param.shape) for param in chosen[0].exempt]
 
@@ -109,8 +113,9 @@ def compress_gradients(
     for rank, description in enumerate(descriptions):
         if description != descriptions[0]:
             raise ValueError(f"model: parameters and options of rank {rank} must be those of rank 0 of the data axis")
-    handle = CompressedGradients(chosen[0], Format(block, compress == "float8"), feedback, data, ddp)
-    _models.add(model)
+    handle = CompressedGradients(model, chosen[0], Format(block, compress == "float8"), feedback, data)
+    for module in model.modules():
+        _models.add(module)
     return handle
 
 
@@ -118,14 +123,22 @@ def _few_dims(name: str, param: nn.Parameter) -> bool:
     return param.dim() < 2
 
 
-def _choose(model: nn.Module, ddp: DistributedDataParallel | None, exempt: Exempt, data: ProcessGroup) -> _Chosen:
-    if model in _models:
+def _choose(
+    model: nn.Module, ddp: DistributedDataParallel | None, exempt: Exempt, data: ProcessGroup, block: int
+) -> _Chosen:
+    if any(module in _models for module in model.modules()):
         raise ValueError("model: its gradients must not be compressed already")
     parts = census(model)
     if inner := [path for path, wrapper in parts.wrappers.items() if wrapper is not model]:
         raise ValueError(f"model: {inner[0]} must not be wrapped by DDP; pass the wrapper itself")
     if ddp is not None and ddp._comm_hooks:
         raise ValueError("model: must not have another communication hook")
+    if ddp is not None and ddp.find_unused_parameters:
+        # DDP drops the mean of a parameter that no rank has used, in which a residual was sent
+        raise ValueError("model: DDP's find_unused_parameters must be False")
+    for path, module in parts.modules:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{path}: gradients of sparse=True must not be compressed")
     own = parts if ddp is None else census(ddp.module)
     axis = parallel_group(data)
     chosen = _Chosen({}, [])
@@ -138,7 +151,7 @@ def _choose(model: nn.Module, ddp: DistributedDataParallel | None, exempt: Exemp
         if is_sharded_over(entry.layout, axis, name):
             continue
         assert isinstance(param, nn.Parameter)
-        if exempt(name, param):
+        if exempt(name, param) or _cuts_copies(entry.layout, param, block):
             chosen.exempt.append(param)
             continue
         if param.dtype not in _DTYPES:
@@ -149,6 +162,29 @@ def _choose(model: nn.Module, ddp: DistributedDataParallel | None, exempt: Exemp
     return chosen
 
 
+def _cuts_copies(layout: Layout, param: Tensor, block: int) -> bool:
+    """Returns whether a block has elements of which other ranks hold copies, as of KV heads, and others: its scale
+    would be another one on each of those ranks, and the copies would drift apart."""
+    for sharding, group in layout:
+        if group.size == 1 or not any(part.has_copies for part in sharding.parts):
+            continue
+        ends = list(accumulate(Sharding(0, [part]).local_sizes(group.size)[group.rank] for part in sharding.parts))
+        inner = param.shape[1:].numel()
+        if sharding.dim % param.dim() != 0 or any(end * inner % block for end in ends[:-1]):
+            return True
+    return False
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Returns whether the elements fill their memory, in any order of the dims."""
+    step = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
 class CompressedGradients:
     """The compression of a model's gradients and its residuals; :func:`compress_gradients` makes it.
 
@@ -156,16 +192,9 @@ class CompressedGradients:
         names: the compressed parameters.
     """
 
-    def __init__(
-        self,
-        chosen: _Chosen,
-        format: Format,
-        feedback: bool,
-        data: ProcessGroup,
-        ddp: DistributedDataParallel | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, chosen: _Chosen, format: Format, feedback: bool, data: ProcessGroup) -> None:
         self.names = list(chosen.compressed)
-        self._format, self._feedback, self._data, self._ddp = format, feedback, data, ddp
+        self._model, self._format, self._feedback, self._data = model, format, feedback, data
         ranks = data.size()
         self._params = {
             name: Compressed(name, param.shape, shares_of(param.numel(), ranks, format.block, number))
@@ -175,8 +204,9 @@ class CompressedGradients:
             param: self._params[name] for name, param in chosen.compressed.items()
         }
         self._exempt = chosen.exempt
-        if ddp is not None:
-            ddp.register_comm_hook(_Hook(self), _Hook.__call__)
+        self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(_Hook(self), _Hook.__call__)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -186,9 +216,12 @@ class CompressedGradients:
         gradients as :func:`tp_ext.parallel.sum_gradients`. Nothing over one rank.
 
         Raises:
-            RuntimeError: the model is under DDP. ValueError, on all ranks: see :func:`tp_ext.parallel.sum_gradients`.
+            RuntimeError: the model is under DDP. ValueError: a parameter that was frozen has a gradient; on all ranks,
+                see :func:`tp_ext.parallel.sum_gradients`.
         """
-        if self._ddp is not None:
+        if any(param.grad is not None for param in self._frozen):
+            raise ValueError("model: a parameter that was frozen at compress_gradients must have no gradient")
+        if isinstance(self._model, DistributedDataParallel):
             raise RuntimeError("average: must not be called under DDP, whose hook takes the means")
         if self._data.size() == 1:
             return
@@ -216,15 +249,15 @@ class CompressedGradients:
     def bucket(self, params: Sequence[Compressed], grads: Sequence[Tensor], exempt: Sequence[Tensor] = ()) -> Bucket:
         """Returns gradients of compressed and of exempt parameters as a bucket."""
         for param, grad in zip(params, grads, strict=True):
-            if self._feedback and param.error is None:
-                param.allocate(self._data.rank(), grad.device)
+            if self._feedback:
+                param.keep_on(grad.device, self._data.rank())
         return Bucket(params, grads, self._data, self._format, exempt)
 
     def residual(self, name: str) -> Tensor:
         """Returns what this rank has not sent yet of the gradients of a parameter: e_r, plus e where it owns the block.
 
         fp32, in the parameter's shape. Over all steps the sum of the gradients of all ranks is that of the means times
-        the ranks, plus the sum of the residuals of all ranks.
+        the ranks, plus the sum of the residuals of all ranks; up to the rounding of a mean to the gradient's dtype.
 
         Raises:
             ValueError: ``name`` is none of ``names``.
@@ -233,7 +266,7 @@ class CompressedGradients:
             raise ValueError(f"name: {name!r} must be one of names")
         param = self._params[name]
         if param.error is None or param.share_error is None:
-            return torch.zeros(param.shape)
+            return torch.zeros(param.shape, dtype=torch.float32)
         total = param.error.clone()
         first, count = param.shares[self._data.rank()]
         total[first : first + count] += param.share_error
@@ -243,7 +276,8 @@ class CompressedGradients:
         """Returns the residuals of this rank, for a run that goes on with the same bits on as many ranks."""
         kept = [param for param in self._params.values() if param.error is not None]
         return {
-            "place": [self._data.rank(), self._data.size(), self._format.block],
+            "place": self._place(),
+            "shares": {param.name: list(param.shares[self._data.rank()]) for param in kept},
             "errors": {param.name: param.error for param in kept},
             "share_errors": {param.name: param.share_error for param in kept},
         }
@@ -252,23 +286,24 @@ class CompressedGradients:
         """Loads the residuals of this rank.
 
         Raises:
-            ValueError, nothing has changed then: they are of another rank, number of ranks, block or model.
+            ValueError, nothing has changed then: they are of another rank, number of ranks, block or model, or have
+                parameters that are not compressed here, or in another order.
         """
-        place = [self._data.rank(), self._data.size(), self._format.block]
-        if list(state["place"]) != place:
-            raise ValueError(f"state: rank, ranks and block {state['place']} must be {place}")
-        errors, shares = state["errors"], state["share_errors"]
-        rank = self._data.rank()
+        if list(state["place"]) != self._place():
+            raise ValueError(f"state: rank, ranks, block and feedback {state['place']} must be {self._place()}")
+        errors, share_errors, shares = state["errors"], state["share_errors"], state["shares"]
         for name, error in errors.items():
             param = self._params.get(name)
-            if param is None or error.numel() != param.shape.numel() or len(shares[name]) != param.shares[rank].length:
-                raise ValueError(f"state: {name!r} must be a compressed parameter of the same shape")
+            own = None if param is None else param.shares[self._data.rank()]
+            if param is None or own is None or list(own) != shares.get(name) or error.numel() != param.shape.numel():
+                raise ValueError(f"state: {name!r} must be a compressed parameter of the same shape and place")
         for name, param in self._params.items():
-            if name not in errors:
-                param.error = param.share_error = None
-                continue
-            device = next(one for one, kept in self._compressed.items() if kept is param).device
-            param.error, param.share_error = errors[name].to(device, copy=True), shares[name].to(device, copy=True)
+            # A copy: the state may be loaded again
+            param.error = errors[name].clone() if name in errors else None
+            param.share_error = share_errors[name].clone() if name in errors else None
+
+    def _place(self) -> list[int]:
+        return [self._data.rank(), self._data.size(), self._format.block, int(self._feedback)]
 
 
 class _Hook:
@@ -294,7 +329,8 @@ class _Hook:
                 exempt.append(grad)
             elif grad.numel() > 0:
                 params.append(compressed)
-                grads.append(grad)
+                # The bucket has the elements in the order of the parameter's memory; DDP's views do not say so
+                grads.append(grad.as_strided(param.shape, param.stride()) if _is_dense(param) else grad)
         compressed_bucket = self._handle.bucket(params, grads, exempt)
         self._futures[id(compressed_bucket)] = future, buffer
         self._complete(self._pipeline.add(compressed_bucket))

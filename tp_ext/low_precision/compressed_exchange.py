@@ -50,10 +50,13 @@ class Compressed:
     error: Tensor | None = None
     share_error: Tensor | None = None
 
-    def allocate(self, rank: int, device: torch.device) -> None:
-        """Makes residuals of zeros."""
-        self.error = torch.zeros(self.shape.numel(), device=device)
-        self.share_error = torch.zeros(self.shares[rank].length, device=device)
+    def keep_on(self, device: torch.device, rank: int) -> None:
+        """Makes residuals of zeros, or moves those that there are."""
+        if self.error is None or self.share_error is None:
+            self.error = torch.zeros(self.shape.numel(), dtype=torch.float32, device=device)
+            self.share_error = torch.zeros(self.shares[rank].length, dtype=torch.float32, device=device)
+        elif self.error.device != device:
+            self.error, self.share_error = self.error.to(device), self.share_error.to(device)
 
 
 class Format(NamedTuple):
