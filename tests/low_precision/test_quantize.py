@@ -257,6 +257,43 @@ def test_memory_copies_and_filters():
     assert y.dtype == torch.bfloat16
 
 
+def _experts(group):
+    torch.manual_seed(0)
+    moe = tp_ext.ParallelMoE(32, 64, 4, 2, shared_experts=1, group=None, expert_group=group)
+    x = torch.randn(8, 32).requires_grad_()
+    expected = moe(x)
+    (dx,) = torch.autograd.grad(expected.square().sum(), x)
+    assert quantize_(moe, "int8") == ["shared.up", "shared.down"]
+    y = moe(x)
+    (got,) = torch.autograd.grad(y.square().sum(), x)
+    for value, like in ((y, expected), (got, dx)):
+        assert 0 < (value - like).norm() < 0.02 * like.norm()
+
+
+def test_shared_experts():
+    """Their products run during the exchange of tokens, by operators that layers of few bits do not have."""
+    simulated.run(_experts, 2)
+
+
+def _latent(group):
+    torch.manual_seed(0)
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    attention = tp_ext.ParallelLatentAttention(32, 4, group=group, **sizes)
+    assert quantize_(attention, "int8") == ["q_b_proj", "kv_b_proj", "o_proj"]
+    x = torch.randn(2, 6, 32)
+    with torch.no_grad():
+        expected = attention(x.flatten(0, 1), batch_size=2).view(2, 6, 32)
+        cache = attention.new_cache(2, 8)
+        steps = [attention(part.flatten(0, 1), batch_size=2, cache=cache) for part in x.split([4, 1, 1], 1)]
+    got = torch.cat([step.view(2, -1, 32) for step in steps], 1)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_latent_attention_with_a_cache(p):
+    simulated.run(_latent, p)
+
+
 def _nan(group):
     layer = RowParallelLinear(8, 4, group=group)
     if group.rank() == 1:

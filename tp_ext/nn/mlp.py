@@ -96,10 +96,11 @@ class ParallelMLP(ParallelModule):
         return y
 
     def is_plain(self) -> bool:
-        """Returns whether up and down are the original layers without hooks of their own: others may then call their
-        operators."""
+        """Returns whether up and down are the original layers without hooks of their own, with weights that are not
+        quantised: others may then call their operators."""
         kinds: dict[str, type] = {"up": ColumnParallelLinear, "down": RowParallelLinear}
-        return all(is_plain(getattr(self, name), kind) for name, kind in kinds.items())
+        layers = {name: getattr(self, name) for name in kinds}
+        return all(is_plain(layers[name], kind) and layers[name].low_bits is None for name, kind in kinds.items())
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

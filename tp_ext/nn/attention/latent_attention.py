@@ -321,7 +321,8 @@ class ParallelLatentAttention(SelfAttention):
         one), its result for an identity matrix."""
         layer: nn.Module = self.kv_b_proj
         hooks = (layer._forward_hooks, layer._forward_pre_hooks)
-        if type(layer) is ColumnParallelLinear and not (any(hooks) or _has_any_global_hook()):
+        hooked = any(hooks) or _has_any_global_hook()
+        if type(layer) is ColumnParallelLinear and layer.low_bits is None and not hooked:
             weight: Tensor = layer.parameter("weight")
             return weight
         like = self.kv_a_proj_with_mqa.weight
