@@ -237,7 +237,7 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
 
     @property
     def has_padding(self) -> bool:
-        """Whether shards hold padding, which the full tensor does not have."""
+        """True if shards hold padding, which the full tensor does not have."""
         return any(part.padding for sharding, _ in self for part in sharding.parts)
 
     def __repr__(self) -> str:

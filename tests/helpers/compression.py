@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def decoded_blocks(values: Tensor, block: int, float8: bool) -> Tensor:
-    """What a flat fp32 tensor becomes by its codes."""
+    """Returns a flat fp32 tensor after it was quantised and dequantised by blocks."""
     most = 448 if float8 else 127
     parts: list[Tensor] = []
     for part in values.split(block) if values.numel() else ():
@@ -31,15 +31,15 @@ class Exchange:
         if self.ranks == 1:
             return grads[0]
         if self.errors is None or self.share_error is None:
-            self.errors, self.share_error = [torch.zeros_like(one) for one in values], torch.zeros_like(values[0])
+            self.errors, self.share_error = [torch.zeros_like(value) for value in values], torch.zeros_like(values[0])
         values = [value + error for value, error in zip(values, self.errors, strict=True)]
         sent = [decoded_blocks(value.clone(), *self.format) for value in values]
         total = sent[0]
-        for one in sent[1:]:
-            total = total + one
+        for decoded in sent[1:]:
+            total = total + decoded
         total = total + self.share_error
         result = decoded_blocks(total.clone(), *self.format)
         if self.feedback:
-            self.errors = [value - one for value, one in zip(values, sent, strict=True)]
+            self.errors = [value - decoded for value, decoded in zip(values, sent, strict=True)]
             self.share_error = total - result
         return (result / self.ranks).to(grads[0].dtype).view(grads[0].shape)

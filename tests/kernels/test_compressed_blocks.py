@@ -24,7 +24,7 @@ def places_of(lengths, block, begin=0):
 
 
 def values(n, dtype):
-    """Of many sizes; a block of zeros, and one of subnormals."""
+    """Returns numbers of many magnitudes: first zeros, then subnormals, then others."""
     x = torch.randn(n) * 10 ** torch.randn(n)
     x[: n // 4] = 0
     x[n // 4 : n // 2] *= 1e-38

@@ -39,7 +39,7 @@ def averaged(group, compress, block, feedback, dtype, steps=3):
     model = model_of(dtype)
     handle = compress_gradients(model, compress, block=block, feedback=feedback, group=group)
     assert handle.names == COMPRESSED
-    found = []
+    means = []
     for step in range(steps):
         for name, param in model.named_parameters():
             param.grad = grad_of(name, group.rank(), step, dtype)
@@ -48,8 +48,8 @@ def averaged(group, compress, block, feedback, dtype, steps=3):
             if group.rank() == 0 and group.size() > 1:
                 model.small.grad = None
         handle.average()
-        found.append({name: param.grad.clone() for name, param in model.named_parameters()})
-    return found, {name: handle.residual(name) for name in handle.names}
+        means.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    return means, {name: handle.residual(name) for name in handle.names}
 
 
 @pytest.mark.parametrize("compress", ["int8", "float8"])
@@ -60,7 +60,7 @@ def test_means_and_residuals_by_the_formula(p, compress):
         for name in SHAPES:
             exchange = Exchange(p, block, compress == "float8", feedback)
             applied = torch.zeros(SHAPES[name], dtype=torch.float64)
-            given = torch.zeros(SHAPES[name], dtype=torch.float64)
+            total = torch.zeros(SHAPES[name], dtype=torch.float64)
             for step in range(3):
                 grads = [grad_of(name, rank, step, dtype) for rank in range(p)]
                 if step == 1 and name == "small" and p > 1:
@@ -74,7 +74,7 @@ def test_means_and_residuals_by_the_formula(p, compress):
                         torch.testing.assert_close(found[step][name].double(), expected, rtol=5e-2, atol=5e-2)
                         assert torch.equal(found[step][name], results[0][0][step][name])
                 applied += expected.double() * p
-                given += sum(grad.double() for grad in grads)
+                total += sum(grad.double() for grad in grads)
             if name not in COMPRESSED:
                 continue
             left = sum(residuals[name].double() for _, residuals in results)
@@ -82,10 +82,10 @@ def test_means_and_residuals_by_the_formula(p, compress):
                 assert left.eq(0).all()
                 continue
             expected = sum(error.double() for error in exchange.errors) + exchange.share_error
-            largest = float(given.abs().max()) if given.numel() else 0
+            largest = float(total.abs().max()) if total.numel() else 0
             torch.testing.assert_close(left.flatten(), expected, rtol=0, atol=1e-7 * largest)
             if dtype == torch.float32:  # nothing is lost
-                torch.testing.assert_close(applied + left, given, rtol=0, atol=1e-5 * largest)
+                torch.testing.assert_close(applied + left, total, rtol=0, atol=1e-5 * largest)
 
 
 class Sum(nn.Module):
@@ -106,17 +106,17 @@ def under_ddp(group, view, cap):
     model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
     handle = compress_gradients(model, "int8")
     assert handle.names == ["inner.table", "inner.small", "inner.cube"]
-    found = []
+    means = []
     for step in range(3):  # DDP makes its buckets anew after the first
         model.zero_grad()
         with model.no_sync() if step == 1 else contextlib.nullcontext():
             model(group.rank(), step).backward()
         if step == 1:
             model(group.rank(), step + 10).backward()
-        found.append({name: param.grad.clone() for name, param in model.module.inner.named_parameters()})
+        means.append({name: param.grad.clone() for name, param in model.module.inner.named_parameters()})
     with pytest.raises(RuntimeError, match="average: must not be called under DDP"):
         handle.average()
-    return found, {name: handle.residual("inner." + name) for name in COMPRESSED[:3]}
+    return means, {name: handle.residual("inner." + name) for name in COMPRESSED[:3]}
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -213,10 +213,10 @@ def counted(group, dtype, small):
         param.grad = torch.ones_like(param)
     with tp_ext.debug.count_collectives() as counts:
         handle.average()
-    sent = sum(one.wire_bytes for one in counts.rows if one.kind in ("all_to_all", "all_gather"))
+    wire_bytes = sum(row.wire_bytes for row in counts.rows if row.kind in ("all_to_all", "all_gather"))
     elements = sum(param.numel() for param in model.parameters() if param.dim() == 2)
     p = group.size()
-    return sent / (2 * (p - 1) / p * elements * dtype.itemsize)
+    return wire_bytes / (2 * (p - 1) / p * elements * dtype.itemsize)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])

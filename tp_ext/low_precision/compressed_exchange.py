@@ -60,7 +60,7 @@ class Compressed:
 
 
 class Format(NamedTuple):
-    """How blocks are stored: elements that share a scale, and whether codes are e4m3 or int8."""
+    """The format of blocks: the number of elements that share a scale, and codes of e4m3 or else of int8."""
 
     block: int
     float8: bool
