@@ -18,6 +18,12 @@ inline int64_t wire_bytes(int64_t count, int64_t block) {
   return count + blocks_in(count, block) * kScaleBytes;
 }
 
+// f(code) for the code of the values
+template <typename F>
+void with_code(bool float8, F f) {
+  float8 ? f(E4m3Code{}) : f(Int8Code{});
+}
+
 inline void check_wire(const at::Tensor& wire, const char* name, const at::Tensor& like) {
   TORCH_CHECK_TYPE(wire.scalar_type() == at::kByte, name, ": dtype ", wire.scalar_type(),
                    " must be uint8");

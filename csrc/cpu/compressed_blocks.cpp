@@ -93,10 +93,8 @@ TP_MULTIVERSION void decode_blocks(const uint8_t* wire, T* out, float divisor, i
 // f(code, feedback) for the code and whether there is a residual
 template <typename F>
 void dispatch_code(bool float8, bool feedback, F f) {
-  const auto with = [&](auto code) {
-    feedback ? f(code, std::true_type{}) : f(code, std::false_type{});
-  };
-  float8 ? with(E4m3Code{}) : with(Int8Code{});
+  with_code(float8,
+            [&](auto code) { feedback ? f(code, std::true_type{}) : f(code, std::false_type{}); });
 }
 
 template <typename F>
@@ -168,7 +166,7 @@ void decompress(const Tensor& wire, const Tensor& values, const Tensor& places, 
     dispatch_floating(values.scalar_type(), "_decompress_blocks_", [&](auto zero) {
       using T = decltype(zero);
       if constexpr (!std::is_same_v<T, double>)
-        dispatch_code(float8, false, [&](auto code, auto) {
+        with_code(float8, [&](auto code) {
           for_blocks(place.count, block, [&](int64_t from, int64_t to) {
             decode_blocks<decltype(code)>(in<uint8_t>(wire) + place.byte,
                                           out<T>(values) + place.first, divisor, place.count, block,

@@ -19,11 +19,6 @@ int64_t blocks_of_ranks(const Tensor& x, const Tensor& places, int64_t block) {
 
 int grid_of(int64_t blocks) { return grid_for(blocks, kBlockWarps); }
 
-template <typename F>
-void with_code(bool float8, F f) {
-  float8 ? f(E4m3Code{}) : f(Int8Code{});
-}
-
 void compress(const Tensor& x, const OptionalTensor& residual, const Tensor& wire,
               const Tensor& places, int64_t block, bool float8) {
   check_values(x, "x");

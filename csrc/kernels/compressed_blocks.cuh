@@ -78,23 +78,31 @@ __device__ __forceinline__ int values_in(int64_t count, int64_t first, int64_t b
   return static_cast<int>(count - first < block ? count - first : block);
 }
 
+// Calls f(first value, number of values, first byte) for the blocks of all ranks that are this warp's
+template <typename F>
+__device__ __forceinline__ void for_values_of_warp(const int64_t* __restrict__ places, int ranks,
+                                                   int64_t block, int64_t blocks, F f) {
+  for_blocks_of_warp(blocks, [&](int64_t i) {
+    const BlockOfRank at = owner_of(places, ranks, block, i);
+    const int64_t *place = places + 3 * at.rank, within = at.block * block;
+    if (within >= place[1]) return;
+    f(place[0] + within, values_in(place[1], within, block),
+      place[2] + at.block * (block + kScaleBytes));
+  });
+}
+
 template <typename Code, typename T>
 __global__ void __launch_bounds__(kBlockThreads)
     compress_blocks_kernel(const T* __restrict__ x, float* residual, uint8_t* wire,
                            const int64_t* __restrict__ places, int ranks, int64_t block,
                            int64_t blocks) {
-  for_blocks_of_warp(blocks, [&](int64_t i) {
-    const BlockOfRank at = owner_of(places, ranks, block, i);
-    const int64_t *place = places + 3 * at.rank, within = at.block * block;
-    if (within >= place[1]) return;
-    const int64_t first = place[0] + within;
+  for_values_of_warp(places, ranks, block, blocks, [&](int64_t first, int n, int64_t byte) {
     float* const own = residual == nullptr ? nullptr : residual + first;
     const auto value = [&](int k) {
       const float v = to_acc(x[first + k]);
       return own == nullptr ? v : v + own[k];
     };
-    encode_by_warp<Code>(value, own, wire + place[2] + at.block * (block + kScaleBytes),
-                         values_in(place[1], within, block));
+    encode_by_warp<Code>(value, own, wire + byte, n);
   });
 }
 
@@ -125,17 +133,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     decompress_blocks_kernel(const uint8_t* __restrict__ wire, T* __restrict__ out,
                              const int64_t* __restrict__ places, int ranks, int64_t block,
                              int64_t blocks) {
-  for_blocks_of_warp(blocks, [&](int64_t i) {
-    const BlockOfRank at = owner_of(places, ranks, block, i);
-    const int64_t *place = places + 3 * at.rank, within = at.block * block;
-    if (within >= place[1]) return;
-    const uint8_t* const one = wire + place[2] + at.block * (block + kScaleBytes);
+  for_values_of_warp(places, ranks, block, blocks, [&](int64_t first, int n, int64_t byte) {
+    const uint8_t* const one = wire + byte;
     const float scale = load_scale(one);
-    T* const to = out + place[0] + within;
     const Quotient mean(static_cast<float>(ranks));
-    const int n = values_in(place[1], within, block);
     for (int k = threadIdx.x % 32; k < n; k += 32)
-      to[k] = from_acc<T>(mean(decoded<Code>(one[kScaleBytes + k], scale)));
+      out[first + k] = from_acc<T>(mean(decoded<Code>(one[kScaleBytes + k], scale)));
   });
 }
 
