@@ -91,21 +91,21 @@ COMPILED_ALONE = "bias_act", "few_rows_gemm", "gated_act", "half_convert", "norm
 
 def write_units(sources: list[str]) -> list[str]:
     """Returns the files to compile for these; writes those that only include others."""
-    alone = {f"csrc/cpu/{name}.cpp" for name in COMPILED_ALONE}
-    folders: dict[str, list[str]] = {}
+    alone = {f"csrc/cpu/{name}.cpp" for name in COMPILED_ALONE} | {"csrc/cuda/norm.cu"}
+    folders: dict[tuple[str, str], list[str]] = {}
     units = []
     for file in sources:
-        if not file.endswith(".cpp") or file in alone or file.startswith("csrc/shm/core/"):
+        if file in alone or file.startswith("csrc/shm/core/"):
             units.append(file)
         else:
-            folders.setdefault(file.split("/")[1], []).append(file)
-    for folder, files in folders.items():
+            folders.setdefault((file.split("/")[1], Path(file).suffix), []).append(file)
+    for (folder, suffix), files in folders.items():
         if len(files) == 1:
             units += files
             continue
         count = -(-len(files) // FILES_PER_UNIT)
         for i in range(count):
-            unit = Path("build/units", f"{folder}_{i + 1}_of_{count}.cpp")
+            unit = Path("build/units", f"{folder}_{i + 1}_of_{count}{suffix}")
             text = "".join(f'#include "{file.removeprefix("csrc/")}"\n' for file in files[i::count])
             unit.parent.mkdir(parents=True, exist_ok=True)
             if not unit.exists() or unit.read_text() != text:  # ninja compiles newer files again

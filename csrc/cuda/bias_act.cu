@@ -66,11 +66,10 @@ struct CudaBiasAct {
   }
 };
 
-using Primitives = ActivationPrimitives<CudaBiasAct, check_bias_act, 1>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = ActivationPrimitives<CudaBiasAct, check_bias_act, 1>;
   m.impl("_bias_act_fwd", Primitives::fwd);
   m.impl("_bias_act_bwd", Primitives::bwd);
 }

@@ -38,12 +38,11 @@ struct CudaDropout {
   }
 };
 
-using Primitives = DropoutPrimitives<CudaDropout>;
-
 std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad, const Tensor& seed, double p,
                                             int64_t local_inner, int64_t full_inner,
                                             int64_t offset) {
   check_bias_rows(grad, "grad");
+  using Primitives = DropoutPrimitives<CudaDropout>;
   const Tensor dx = Primitives::bwd(grad, seed, p, local_inner, full_inner, offset);
   // A clone where there is nothing to add: results must not share memory
   return {dx, dx.dim() == 1 ? dx.clone() : sum_to_last_dim(dx)};
@@ -52,6 +51,7 @@ std::tuple<Tensor, Tensor> bias_dropout_bwd(const Tensor& grad, const Tensor& se
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = DropoutPrimitives<CudaDropout>;
   m.impl("_bias_dropout_residual_fwd", Primitives::fwd);
   m.impl("_dropout_bwd", Primitives::bwd);
   m.impl("_bias_dropout_bwd", bias_dropout_bwd);

@@ -68,11 +68,10 @@ struct CudaGatedAct {
   }
 };
 
-using Primitives = ActivationPrimitives<CudaGatedAct, check_gated_act, 2>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = ActivationPrimitives<CudaGatedAct, check_gated_act, 2>;
   m.impl("_gated_act_fwd", Primitives::fwd);
   m.impl("_gated_act_bwd", Primitives::bwd);
 }

@@ -191,11 +191,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   return {dx, dw, db};
 }
 
-using Primitives = NormPrimitives<forward<false>, forward<true>, backward<false>, backward<true>>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = NormPrimitives<forward<false>, forward<true>, backward<false>, backward<true>>;
   m.impl("_rms_norm_fwd", Primitives::rms_norm_fwd);
   m.impl("_rms_norm_residual_fwd", Primitives::rms_norm_residual_fwd);
   m.impl("_rms_norm_bwd", Primitives::rms_norm_bwd);

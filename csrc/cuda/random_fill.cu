@@ -33,11 +33,10 @@ struct Fill {
   }
 };
 
-using Primitives = RandomFillPrimitives<Fill>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = RandomFillPrimitives<Fill>;
   m.impl("_philox_uniform_", Primitives::philox_uniform_);
   m.impl("_philox_normal_", Primitives::philox_normal_);
   m.impl("_philox_truncated_normal_", Primitives::philox_truncated_normal_);

@@ -75,11 +75,10 @@ struct CudaShards {
   }
 };
 
-using Primitives = ShardPrimitives<CudaShards>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = ShardPrimitives<CudaShards>;
   m.impl("_unpack_shards", Primitives::unpack);
   m.impl("_pack_shards", Primitives::pack);
 }

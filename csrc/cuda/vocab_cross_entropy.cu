@@ -81,11 +81,10 @@ struct CudaLoss {
   }
 };
 
-using Primitives = CrossEntropyPrimitives<CudaLoss>;
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(tp_ext, CUDA, m) {
+  using Primitives = CrossEntropyPrimitives<CudaLoss>;
   m.impl("_vocab_ce_stats", Primitives::stats);
   m.impl("_vocab_ce_loss", Primitives::loss);
   m.impl("_vocab_ce_bwd", Primitives::bwd);

@@ -78,7 +78,7 @@ def _trains(group: Any, names: list[str]) -> None:
         assert plan.p != 2 or plan.patches == PATCHED.get(name, plan.patches), (name, plan.patches)
 
 
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("p", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_files_train_as_unsharded(p: int) -> None:
     run(_trains, p, [name for name in FILES if not (name == "llama2c, groups" and p == 3)])
 

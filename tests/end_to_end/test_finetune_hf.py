@@ -40,6 +40,7 @@ def test_the_example_trains_alike_on_one_rank_and_on_two_and_goes_on_from_one(tm
     assert (start.lm_head.weight - one.lm_head.weight).abs().max().item() == pytest.approx(4 * 3e-3, rel=0.9)
 
 
+@pytest.mark.exhaustive
 def test_a_loop_of_accelerate_writes_a_model_of_transformers(tmp_path):
     """That it trains as one process: tests/huggingface/test_trainer.py."""
     _run(2, tmp_path, "--accelerate")

@@ -28,6 +28,7 @@ def _run(p, out, *options):
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line], perplexity
 
 
+@pytest.mark.exhaustive  # by default tests/huggingface/test_trainer.py
 @pytest.mark.timeout(3600)
 def test_losses_norms_and_perplexity_of_two_ranks_are_those_of_one_which_two_can_resume(tmp_path):
     expected, perplexity = _run(1, tmp_path / "one")

@@ -61,6 +61,7 @@ def test_resumed_on_other_meshes_it_goes_on_as_in_one_process(text, tmp_path):
     assert len(held_out) == 4 and parts == pytest.approx(held_out, abs=1e-9, rel=0)
 
 
+@pytest.mark.exhaustive  # by default tests/end_to_end/test_training_experts.py, with experts
 def test_muon_goes_on_over_other_meshes_as_in_one_process(text, tmp_path):
     options = ["--data", str(text), "--dtype", "float64", "--lr-decay-steps", "5", "--num-layers", "2", "--optimizer"]
     options += ["muon", "--batch-size", "4", "--save-every", "0", "--sample-bytes", "0"]

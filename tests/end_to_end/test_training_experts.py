@@ -30,7 +30,7 @@ def options(tmp_path_factory):
     return ["--data", str(write_text(tmp_path_factory.mktemp("text"))), *OPTIONS.split()]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.exhaustive), "muon"])
 def test_one_training_moves_over_all_layouts(optimizer, options, tmp_path):
     options = [*options, "--optimizer", optimizer]
     whole = train(1, tmp_path / "whole", "--steps", "22", *options)

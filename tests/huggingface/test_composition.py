@@ -116,12 +116,14 @@ def _data_parallel(group, name, how, path, sequence_parallel=False):
         check_state(model, dense, mesh=mesh)
 
 
-@pytest.mark.parametrize(("name", "how"), [("gpt2", "fsdp"), ("t5", "ddp")])
+@pytest.mark.parametrize(("name", "how"), [("gpt2", "fsdp"), pytest.param("t5", "ddp", marks=pytest.mark.exhaustive)])
 def test_data_parallel(name, how):
     run(_data_parallel, 4, name, how, None, timeout=120)
 
 
-@pytest.mark.parametrize(("name", "how"), [("llama", "fsdp"), ("gpt2", "ddp")])
+@pytest.mark.parametrize(
+    ("name", "how"), [pytest.param("llama", "fsdp", marks=pytest.mark.exhaustive), ("gpt2", "ddp")]
+)
 def test_data_parallel_with_sharded_tokens(name, how):
     run(_data_parallel, 4, name, how, None, True, timeout=120)
 
@@ -170,7 +172,9 @@ def _resumed(group, name, path, how):
     check_state(other, after_first, mesh=mesh)
 
 
-@pytest.mark.parametrize(("name", "onto"), [("llama", [(1, "")]), ("gpt2", [(3, ""), (4, "fsdp")])])
+@pytest.mark.parametrize(
+    ("name", "onto"), [("llama", [(1, "")]), pytest.param("gpt2", [(3, ""), (4, "fsdp")], marks=pytest.mark.exhaustive)]
+)
 def test_a_checkpoint_goes_on_at_any_number_of_ranks(name, onto, tmp_path):
     run(_saved, 2, name, tmp_path, timeout=120)
     for p, how in onto:

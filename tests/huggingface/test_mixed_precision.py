@@ -83,7 +83,13 @@ def _sharded(group, folder, path, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"bf16": True}, {"bf16": True, "torch_compile": True, "torch_compile_backend": "eager"}, {"fp16": True}],
+    [
+        {"bf16": True},
+        pytest.param(
+            {"bf16": True, "torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.exhaustive
+        ),
+        {"fp16": True},
+    ],
     ids=["bf16", "compiled", "fp16"],
 )
 def test_losses_and_norms_are_those_of_one_process_in_the_same_precision(options, folder, tmp_path):

@@ -89,7 +89,9 @@ def _staged(group, name, schedule):
         check_state(steps.stages, dense, mesh=mesh)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("llama", "1F1B"), ("gpt2", "GPipe")])
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("llama", "1F1B"), pytest.param("gpt2", "GPipe", marks=pytest.mark.exhaustive)]
+)
 def test_a_pipeline_of_sharded_stages(name, schedule):
     run(_staged, 4, name, schedule, timeout=120)
 

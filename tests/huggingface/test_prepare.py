@@ -96,7 +96,7 @@ def assert_same(got, want, tolerance=1e-5):
         torch.testing.assert_close(one["weights"], want["weights"], atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("p, tp", [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("p, tp", [pytest.param(2, 2, marks=pytest.mark.exhaustive), (3, 3), (4, 2)])
 def test_runs_are_those_of_one_process(p, tp, tmp_path):
     want = train(None)
     got = run(train, p, tp, folder=str(tmp_path / "state"))
@@ -120,7 +120,9 @@ def test_shuffled_rows_are_those_of_an_epoch():
         torch.testing.assert_close(one["rows"], want, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("first, second", [((2, 2), (4, 2)), ((4, 2), (3, 3))])
+@pytest.mark.parametrize(
+    "first, second", [pytest.param((2, 2), (4, 2), marks=pytest.mark.exhaustive), ((4, 2), (3, 3))]
+)
 def test_states_fit_any_ranks(first, second, tmp_path):
     want = train(None, epochs=2)
     path = str(tmp_path / "state")

@@ -37,7 +37,7 @@ def _read(group, folder, kind):
     return names, state, logits, tokens
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.exhaustive), "int4"])
 def test_reads_what_quantising_gives(folder, kind):
     names, state, logits, tokens = _read(None, folder, kind)
     assert len(names) == 14 and "lm_head" not in names and "lm_head.weight" in state
@@ -57,6 +57,7 @@ def _fail(group, folder, kind):
     return "nothing"
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("layer", ["layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj"])
 def test_weights_that_are_not_finite(folder, tmp_path, kind, layer):

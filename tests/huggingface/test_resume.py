@@ -50,7 +50,11 @@ def _resumed(group, folder, checkpoint, out, **options):  # noqa: F811
     return _lines(trainer), [str(one.message) for one in caught if "resume_from_checkpoint" in str(one.message)]
 
 
-@pytest.mark.parametrize("options", [{}, {"optim": "sgd", "optim_args": "momentum=0.9"}], ids=["AdamW", "momentum"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"optim": "sgd", "optim_args": "momentum=0.9"}, marks=pytest.mark.exhaustive)],
+    ids=["AdamW", "momentum"],
+)
 def test_moments_and_schedule_of_one_process_go_on(options, one_process, folder, tmp_path):  # noqa: F811
     expected, checkpoint = one_process(**options)
     for lines, warned in run(_resumed, 2, folder, checkpoint, tmp_path / "sharded", timeout=120, **options):

@@ -163,7 +163,7 @@ def _compiled_as_a_whole(group, folder):
     "trained",
     [
         (_with_accelerate, ()), (_checkpointed, (True,)), (_checkpointed, (False,)), (_compiled, ()),
-        (_compiled_as_a_whole, ()),
+        pytest.param((_compiled_as_a_whole, ()), marks=pytest.mark.exhaustive),
     ],
     ids=["accelerate", "reentrant", "checkpointing", "compile", "compile the model"],
 )  # fmt: skip

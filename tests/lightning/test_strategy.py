@@ -44,7 +44,7 @@ def test_losses_are_those_of_one_process(sizes, options, tmp_path):
 
 
 @pytest.mark.parametrize("save", [pytest.param(True, marks=NEW), False])
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 2), marks=pytest.mark.exhaustive), (2, 2)])
 def test_the_best_checkpoint_is_that_of_one_process(sizes, save, tmp_path):
     """Three epochs, each better than the one before. All ranks must agree on the best checkpoint."""
     want = fit(None, None, tmp_path / "dense", epochs=3, monitor="val")[2]
@@ -68,7 +68,9 @@ def test_weights_on_meta(tmp_path):
 
 
 @pytest.mark.parametrize("save", [pytest.param(True, marks=NEW), False])
-@pytest.mark.parametrize("first, second", [((1, 2), (2, 2)), ((2, 2), (1, 3)), ((2, 1), (1, 2))])
+@pytest.mark.parametrize(
+    "first, second", [pytest.param((1, 2), (2, 2), marks=pytest.mark.exhaustive), ((2, 2), (1, 3)), ((2, 1), (1, 2))]
+)
 def test_resumed_runs_go_on_as_uninterrupted_ones(save, first, second, tmp_path):
     want = fit(None, None, tmp_path / "dense", epochs=3, **OPTIONS)
     got = run(fit, first[0] * first[1], first, tmp_path / "first", save=save, epochs=1, **OPTIONS)
@@ -128,7 +130,9 @@ def _replicas(data_size, tensor_size, **options):
     return DDPStrategy()
 
 
-@pytest.mark.parametrize("sizes, options", [((1, 2), {}), ((2, 2), {"fsdp": True})], ids=str)
+@pytest.mark.parametrize(
+    "sizes, options", [pytest.param((1, 2), {}, marks=pytest.mark.exhaustive), ((2, 2), {"fsdp": True})], ids=str
+)
 def test_lightnings_own_strategy_is_right(sizes, options, tmp_path):
     want = fit(None, None, tmp_path / "dense", **OPTIONS)
     got = run(fit, sizes[0] * sizes[1], sizes, tmp_path / "x", strategy=ModelParallelStrategy, **OPTIONS, **options)

@@ -50,7 +50,7 @@ def _grads(model):
     return grads
 
 
-@pytest.mark.parametrize("options", [HIDDEN, SP], ids=["hidden", "tokens"])
+@pytest.mark.parametrize("options", [HIDDEN, pytest.param(SP, marks=pytest.mark.exhaustive)], ids=["hidden", "tokens"])
 @ranks.on_all(4, timeout=300)
 def test_compiled(group, options):
     model, mesh = _model(_mesh(), blocks=1, norm=tp_ext.LayerNorm, mlp=KEPT, **options), _mesh()

@@ -47,7 +47,7 @@ def _checkpoint(fn):
 CASES = [{}, {"reduction": "none", "return_entropy": True}, {"sequence_parallel": True}]
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", CASES, ids=["mean", "tokens", "sp"])
 @pytest.mark.parametrize("wrap", [_compile, _dynamic, _checkpoint])
 @pytest.mark.parametrize("p", [1, 2])

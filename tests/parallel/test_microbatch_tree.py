@@ -64,7 +64,7 @@ def _same_bits(options, again):
 
 @pytest.mark.parametrize(
     "options, again",
-    [({}, {"recompute": "full"}), ({"dtype": torch.float64}, {"zero": 1})],
+    [({}, {"recompute": "full"}), pytest.param({"dtype": torch.float64}, {"zero": 1}, marks=pytest.mark.exhaustive)],
     ids=["fp32", "fp64"],
 )
 def test_the_same_bits_for_every_number_of_data_ranks(options, again):
