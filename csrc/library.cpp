@@ -98,6 +98,32 @@ TORCH_LIBRARY(tp_ext, m) {
       "grouped_linear(Tensor x, Tensor weight, int[] counts, Tensor? main_grad=None, float "
       "grad_scale=1.0, bool? grouped_gemm=None) -> Tensor",
       tags);
+  // Linears whose three products are of 8-bit floating point. by_row: a scale per row of each operand,
+  // along the contracted dim, else one for a tensor; forward, gradient: float8_e4m3fn or float8_e5m2;
+  // communicate: gathers move 8 bits
+  m.def(
+      "float8_column_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
+      "sequence_parallel, SymInt[]? sizes, bool by_row, ScalarType forward, ScalarType gradient, "
+      "bool communicate, bool sum_input_grad=True) -> Tensor",
+      tags);
+  m.def(
+      "float8_row_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool sequence_parallel, "
+      "SymInt[]? sizes, bool by_row, ScalarType forward, ScalarType gradient, bool communicate, "
+      "bool sum_bias_grad=True) -> Tensor",
+      tags);
+  // grouped_linear of 8-bit floating point; the ranks of group share the weights along their outputs,
+  // or inputs
+  m.def(
+      "float8_grouped_linear(Tensor x, Tensor weight, int[] counts, str group, bool inputs, bool "
+      "by_row, ScalarType forward, ScalarType gradient, float grad_scale=1.0) -> Tensor",
+      tags);
+  // Of the finite elements of x [m, n], in fp32: [1, 1], of each row (dim 1) [m, 1] or column (dim 0)
+  // [1, n]; and the values with the scales that this gives, with the inverse of these
+  m.def("_finite_amax(Tensor x, int? dim=None) -> Tensor", tags);
+  m.def("_float8_quantize(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor)", tags);
+  // Rows of a frozen weight in fp32: of int8 [m, n] with a scale per row, or with a block of uint8
+  // [m, n / 2] with a scale per block of inputs, input 2j in the low and 2j + 1 in the high bits
+  m.def("_dequantize_low_bits(Tensor packed, Tensor scale, int? block=None) -> Tensor", tags);
   // The linears in blocks of tp_invariant: sums are one tree over `blocks` blocks. segments: triples
   // (block, start, length) of the sharded dim on this rank; block -1: copies of another rank's
   m.def(

@@ -74,6 +74,22 @@ Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                        const OptionalTensor& mask, const OptionalTensor& padding,
                        at::IntArrayRef kv_heads, bool causal, std::optional<double> scale,
                        std::optional<int64_t> window, std::optional<double> softcap);
+Tensor float8_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                            const std::string& group, bool sequence_parallel, Sizes sizes,
+                            bool by_row, at::ScalarType forward, at::ScalarType gradient,
+                            bool communicate, bool sum_input_grad);
+Tensor float8_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                         const std::string& group, bool sequence_parallel, Sizes sizes, bool by_row,
+                         at::ScalarType forward, at::ScalarType gradient, bool communicate,
+                         bool sum_bias_grad);
+Tensor float8_grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef counts,
+                             const std::string& group, bool inputs, bool by_row,
+                             at::ScalarType forward, at::ScalarType gradient, double grad_scale);
+Tensor _finite_amax(const Tensor& x, std::optional<int64_t> dim);
+std::tuple<Tensor, Tensor> _float8_quantize(const Tensor& x, const Tensor& amax,
+                                            at::ScalarType dtype);
+Tensor _dequantize_low_bits(const Tensor& packed, const Tensor& scale,
+                            std::optional<int64_t> block);
 Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);
 Tensor _tree_total(const Tensor& nodes, at::IntArrayRef joins, at::ScalarType dtype);
 void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);

@@ -95,6 +95,8 @@ def parse_options(description: str) -> argparse.Namespace:
     model.add_argument("--tp-invariant", type=COUNT, nargs="?", const=8, default=0, metavar="BLOCKS", help=invariant)
     dtypes = ("float32", "bfloat16", "float64")
     model.add_argument("--dtype", choices=dtypes, default="float32", help="bfloat16: autocast over fp32 parameters")
+    eight = "linears multiply in 8-bit floating point, a scale per tensor or per row; not with float64"
+    model.add_argument("--float8", choices=("tensor", "row"), help=eight)
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=POSITIVE, default=300, help="number of steps, those before --resume included")
@@ -149,6 +151,8 @@ def parse_options(description: str) -> argparse.Namespace:
         parser.error("argument --prompt: '' must have at least one character")
     if options.resume and options.overwrite:
         parser.error("argument --overwrite: must not be given with --resume")
+    if options.float8 and (options.dtype == "float64" or options.tp_invariant):
+        parser.error(f"argument --float8: {options.float8} must not be given with --dtype float64 or --tp-invariant")
     if options.optimizer == "muon" and options.zero == 1:
         parser.error("argument --zero: 1 must not be given with --optimizer muon; take 0, 2 or 3")
     if missing := [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]:

@@ -104,6 +104,8 @@ class Trainer:
         invariant = tp_ext.tp_invariant(blocks) if blocks else contextlib.nullcontext()
         with torch.device("meta"), invariant:  # each rank then gets the memory of its own stage and shards
             model = GPT(config_of(options), mesh["tp"], mesh["cp"], mesh["ep"], mesh["dp"])
+        if options.float8:
+            tp_ext.low_precision.float8(model, tp_ext.low_precision.Float8(options.float8))
         self.run: ParallelRun = tp_ext.parallelize(
             model,
             mesh,

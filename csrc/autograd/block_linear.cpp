@@ -45,7 +45,7 @@ struct BlockCall {
   std::vector<int64_t> flat;  // segments
 };
 
-struct Saved : BlockCall {
+struct SavedBlocks : BlockCall {
   Tensor x, weight;
   bool has_bias;
 
@@ -60,7 +60,7 @@ struct Saved : BlockCall {
     if (has_bias) data["has_bias"] = true;
     if (call.sequence_parallel) data["tokens"] = c10::SymIntArrayRef(call.tokens.sizes);
   }
-  static Saved get(AutogradContext* ctx) {
+  static SavedBlocks get(AutogradContext* ctx) {
     auto tensors = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
     const bool sp = data.count("tokens") > 0;
@@ -146,7 +146,7 @@ Split split_rows(const Tensor& x, Split tokens) {
 struct BlockColumnLinear : Function<BlockColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const BlockCall& call) {
-    Saved::put(ctx, x, weight, bias.has_value(), call);
+    SavedBlocks::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
     const Tensor full =
         call.sequence_parallel ? comm::all_gather(x, call.group, 0, call.tokens) : x;
@@ -164,7 +164,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kName, grads);
-    const auto s = Saved::get(ctx);
+    const auto s = SavedBlocks::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
     const Unrecorded guard(grads[0]);
@@ -206,7 +206,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
 struct BlockRowLinear : Function<BlockRowLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const BlockCall& call) {
-    Saved::put(ctx, x, weight, bias.has_value(), call);
+    SavedBlocks::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
     const Tensor tokens = row_major_rows(x), rows = in_whole_rows(tokens);
     auto tree = tree_of_products(tokens, weight.sym_size(0), call, [&](const Segment& s) {
@@ -225,7 +225,7 @@ struct BlockRowLinear : Function<BlockRowLinear> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kName, grads);
-    const auto s = Saved::get(ctx);
+    const auto s = SavedBlocks::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
     const Unrecorded guard(grads[0]);

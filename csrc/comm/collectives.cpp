@@ -84,10 +84,11 @@ c10d::ReduceOp sum_in(Order order) {
   return order == Order::kTree ? static_cast<Number>(shm::kTreeSum) : Number::SUM;
 }
 
-Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async, Order order = Order::kAny) {
+Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async,
+                      const c10d::ReduceOp& operation) {
   c10d::AllreduceOptions options;
   options.asyncOp = async;
-  options.reduceOp = sum_in(order);
+  options.reduceOp = operation;
   std::vector<Tensor> tensors{x};
   return group->allreduce(tensors, options);
 }
@@ -176,18 +177,34 @@ Tensor all_reduce(const Tensor& x, const std::string& group) {
   return all_reduce_fresh(fresh_contiguous(x), group);
 }
 
+namespace {
+
+Tensor functional_all_reduce(const Tensor& x, const std::string& operation,
+                             const std::string& group) {
+  check_place(group);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
+  return functional(op, x.contiguous(), operation, bare_name(group));
+}
+
+}  // namespace
+
+Tensor all_reduce_max(const Tensor& fresh, const std::string& group) {
+  if (fresh.sym_numel() == 0 || size(group) == 1) return fresh;
+  if (traced(fresh)) return functional_all_reduce(fresh, "max", group);
+  BelowAutograd below;
+  Tensor x = fresh.contiguous();
+  finish(issue_all_reduce(resolve(group), x, false, c10d::ReduceOp::MAX));
+  return x;
+}
+
 Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   if (fresh.sym_numel() == 0 || size(group) == 1) return fresh;
-  if (traced(fresh)) {
-    check_place(group);
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
-    return functional(op, fresh.contiguous(), std::string("sum"), bare_name(group));
-  }
+  if (traced(fresh)) return functional_all_reduce(fresh, "sum", group);
   if (auto sum = alternative_all_reduce(fresh, group)) return *sum;
   BelowAutograd below;
   Tensor x = fresh.contiguous();
-  finish(issue_all_reduce(resolve(group), x, false));
+  finish(issue_all_reduce(resolve(group), x, false, sum_in(Order::kAny)));
   return x;
 }
 
@@ -201,7 +218,7 @@ Pending all_reduce_async(const Tensor& fresh, const std::string& group, Order or
     return Pending(all_reduce_fresh(fresh, group), nullptr);
   BelowAutograd below;
   Tensor x = fresh.contiguous();
-  auto work = issue_all_reduce(resolve(group), x, true, order);
+  auto work = issue_all_reduce(resolve(group), x, true, sum_in(order));
   return Pending(std::move(x), std::move(work));
 }
 

@@ -64,6 +64,9 @@ at::Tensor all_reduce_fresh(const at::Tensor& fresh, const std::string& group);
 Pending all_reduce_async(const at::Tensor& fresh, const std::string& group,
                          Order order = Order::kAny);
 
+// Maximum over the ranks; owns `fresh`, as above
+at::Tensor all_reduce_max(const at::Tensor& fresh, const std::string& group);
+
 // Concatenation along dim; `split` gives the ranks' lengths
 at::Tensor all_gather(const at::Tensor& x, const std::string& group, int64_t dim,
                       const Split& split);

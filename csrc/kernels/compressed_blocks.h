@@ -9,7 +9,7 @@
 
 #include <limits>
 
-#include "scalar.h"
+#include "float8.h"
 
 namespace tp_ext {
 
@@ -25,18 +25,7 @@ struct Int8Code {
   static TP_HD float decode(uint8_t code) { return static_cast<int8_t>(code); }
 };
 
-struct E4m3Code {
-  static constexpr float kMost = 448;
-
-  static TP_HD uint8_t encode(float q) {
-    const uint32_t u = same_bits<uint32_t>(q), magnitude = u & 0x7fffffffu;
-    const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
-    const uint32_t normal = (rounded >> 20) - (120u << 3);
-    // Below 2^-6 codes are multiples of 2^-9, the unit in the last place of 2^14
-    const uint32_t subnormal = same_bits<uint32_t>(same_bits<float>(magnitude) + 16384.f) & 0xffu;
-    return static_cast<uint8_t>((magnitude < 0x3c800000u ? subnormal : normal) |
-                                ((u >> 24) & 0x80u));
-  }
+struct E4m3Code : E4m3 {
   static TP_HD float decode(uint8_t code) {
     const uint32_t magnitude = code & 0x7fu, sign = (code & 0x80u) << 24;
     const float normal = same_bits<float>((magnitude << 20) + (120u << 23));

@@ -219,6 +219,26 @@ def chunk_of_tokens(x: Tensor, weight: Tensor) -> Tensor:
     return x * dx.sin() * dw.mean(0).to(x.dtype) + 0 * weight.sum()  # have no gradient
 
 
+def in_low_bits(x: Tensor) -> Tensor:
+    """With a weight of 8 bits and one of 4."""
+    q = torch.arange(2 * x.shape[1], device=x.device).view(2, -1)
+    scale = torch.linspace(0.1, 1, 2, device=x.device)
+    eight = _ops.dequantize_low_bits((q % 255 - 127).to(torch.int8), scale)
+    four = _ops.dequantize_low_bits((q % 256).to(torch.uint8), scale[:, None].contiguous(), 2 * x.shape[1])
+    return x * (eight[0] * eight[1] + four[0, 1::2] * four[1, 0::2]).to(x.dtype).sin()
+
+
+def in_float8(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A column, a row and an expert's linear, a scale per tensor and per row."""
+    formats = torch.float8_e4m3fn, torch.float8_e5m2
+    ys = []
+    for by_row in (False, True):
+        ys.append(_ops.float8_column_linear(x, weight, bias, "", False, None, by_row, *formats, True))
+        ys.append(_ops.float8_row_linear(x, weight, bias, "", False, None, by_row, *formats, True))
+        ys.append(_ops.float8_grouped_linear(x, weight[None], [len(x)], "", False, by_row, *formats))
+    return torch.cat(ys, 1)
+
+
 FAMILIES: dict[str, Family] = {
     **{
         name: Family(rows(same, vector), partial(lambda x, b, act: _ops.bias_act(x, b, act), act=name))
@@ -255,6 +275,8 @@ FAMILIES: dict[str, Family] = {
     "shard_pack": Family(rows(same), packed),
     "column_sums": Family(rows(same), summed_columns),
     "compressed_blocks": Family(rows(same), through_codes),
+    "low_bits": Family(rows(same), in_low_bits),
+    "float8_linear": Family(rows(same, _weight, lambda n: (24,)), in_float8, False),
     "tree_total": Family(rows(same), root_of_tree),
     "row_linear": Family(rows(same, _weight, lambda n: (24,)), partial(linear, _ops.row_parallel_linear), False),
 }

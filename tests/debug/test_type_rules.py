@@ -22,6 +22,7 @@ from tp_ext.group import group_name
 pytest.importorskip("spmd_types")
 rulecheck = importlib.import_module("spmd_types.rulecheck")
 importlib.import_module("tp_ext.debug.expert_type_rules")
+importlib.import_module("tp_ext.debug.float8_type_rules")
 RULES = importlib.import_module("tp_ext.debug.type_rules").RULES
 spmd = importlib.import_module("spmd_types")
 I, R, P, S = spmd.I, spmd.R, spmd.P, spmd.S  # noqa: E741
@@ -315,7 +316,8 @@ def test_ranks_compute_what_the_type_says(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case.operator for case in CASES} == set(RULES)
+    # Linears in float8 have no fp64, and the rules of those in high precision: tests/low_precision/test_float8_types.py
+    assert {case.operator for case in CASES} == {name for name in RULES if not name.startswith("float8")}
 
 
 def test_a_wrong_type_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,16 @@ def test_resumed_on_other_meshes_it_goes_on_as_in_one_process(text, tmp_path):
     assert len(held_out) == 4 and parts == pytest.approx(held_out, abs=1e-9, rel=0)
 
 
+def test_float8_trains_alike_on_one_rank_and_two(text, tmp_path):
+    options = ["--data", str(text), "--steps", "4", "--batch-size", "4", "--save-every", "0", "--sample-bytes", "0"]
+    options += ["--warmup-steps", "0"]
+    plain = train(1, tmp_path / "plain", *options)
+    whole = train(1, tmp_path / "whole", "--float8", "row", *options)
+    parts = train(2, tmp_path / "parts", "--float8", "row", "--sequence-parallel", *options)
+    assert parts == pytest.approx(whole, rel=1e-4)
+    assert whole != plain and whole == pytest.approx(plain, rel=1e-2)
+
+
 @pytest.mark.exhaustive  # by default tests/end_to_end/test_training_experts.py, with experts
 def test_muon_goes_on_over_other_meshes_as_in_one_process(text, tmp_path):
     options = ["--data", str(text), "--dtype", "float64", "--lr-decay-steps", "5", "--num-layers", "2", "--optimizer"]

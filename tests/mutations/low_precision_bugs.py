@@ -6,6 +6,7 @@ _bug = mutation_in("tp_ext")
 _csrc = mutation_in("csrc")
 MEANS = "low_precision/test_compress.py::test_means_and_residuals_by_the_formula"
 LAYERS = "low_precision/test_quantize.py::test_random_layers"
+FLOAT8 = "low_precision/test_float8.py"
 
 LOW_PRECISION_BUGS = [
     _bug(
@@ -59,7 +60,7 @@ LOW_PRECISION_BUGS = [
     _bug(
         "low_bits_shared_experts",
         "nn/mlp.py",
-        " and layers[name].low_bits is None for",
+        " and layers[name].is_full_precision for",
         " for",
         "Shared experts whose weights are quantised are computed from weights that are gone.",
         "low_precision/test_quantize.py::test_shared_experts",
@@ -67,7 +68,7 @@ LOW_PRECISION_BUGS = [
     _bug(
         "low_bits_latent_cache",
         "nn/attention/latent_attention.py",
-        " and layer.low_bits is None and not hooked",
+        " and layer.is_full_precision and not hooked",
         " and not hooked",
         "Latent attention with a cache reads a weight that is gone.",
         "low_precision/test_quantize.py::test_latent_attention_with_a_cache",
@@ -90,7 +91,7 @@ LOW_PRECISION_BUGS = [
     ),
     _csrc(
         "compressed_subnormal_codes",
-        "kernels/compressed_blocks.h",
+        "kernels/float8.h",
         "magnitude < 0x3c800000u ? subnormal : normal",
         "magnitude < 0x3c000000u ? subnormal : normal",
         "e4m3 codes between 2^-7 and 2^-6 are those of normal numbers.",
@@ -135,5 +136,77 @@ LOW_PRECISION_BUGS = [
         "if False:",
         "The last buckets of DDP are never completed.",
         "low_precision/test_compress.py::test_ddp_gives_the_same_means_in_any_buckets[2-False]",
+    ),
+    _csrc(
+        "float8_scale_of_a_shard",
+        "autograd/float8_linear.cpp",
+        "w_amax = max_over(call.group, {w_amax})[0];",
+        ";",
+        "The scale of a column linear's weight is that of the rows that a rank holds.",
+        f"{FLOAT8}::test_random_layers[2]",
+    ),
+    _csrc(
+        "float8_scale_of_own_tokens",
+        "autograd/float8_linear.cpp",
+        "if (sp && !late && dim != 1) largest",
+        "if (false) largest",
+        "Under sequence parallelism dy of a row linear has the scale of a rank's tokens.",
+        f"{FLOAT8}::test_random_layers[2]",
+    ),
+    _csrc(
+        "float8_scales_of_the_forward",
+        "autograd/float8_linear.cpp",
+        "s.by_row ? quantized(s.weight.values, amax_of(s.weight.values, 0), s.forward) : s.weight;",
+        "s.by_row ? quantized(s.weight.values, amax_of(s.weight.values, 1), s.forward) : s.weight;",
+        "The gradient of x takes a weight with the scales of its rows, not of its columns.",
+        f"{FLOAT8}::test_random_layers[2]",
+    ),
+    _csrc(
+        "float8_experts_share_a_scale",
+        "autograd/float8_grouped.cpp",
+        "found.push_back(amax_of(rows(x, e), dim));",
+        "found.push_back(amax_of(dim == 1 ? rows(x, e) : x, dim));",
+        "An expert's rows have the scale of all rows.",
+        f"{FLOAT8}::test_random_experts[1]",
+    ),
+    _csrc(
+        "float8_not_finite_is_the_largest",
+        "kernels/float8.h",
+        "return Format::encode(x - x == 0.f ? q : x - x);",
+        "return Format::encode(q);",
+        "An Inf becomes the largest number.",
+        "kernels/test_float8.py::test_values_by_the_formula",
+    ),
+    _bug(
+        "float8_down_as_up",
+        "nn/moe/experts.py",
+        'self.tp_group.name, name == "down_weight"',
+        "self.tp_group.name, False",
+        "The second linear of experts, whose inputs are sharded, has scales of a shard.",
+        f"{FLOAT8}::test_experts_on_ranks",
+    ),
+    _bug(
+        "float8_gradient_summed_twice",
+        "auto/modules/leaves.py",
+        "return self._in_float8(x, total_tokens, weight, sum_input_grad=False)",
+        "return self._in_float8(x, total_tokens, weight)",
+        "A column layer of auto sums the gradient of an input that is summed elsewhere.",
+        "low_precision/test_float8_auto.py::test_models_of_auto",
+    ),
+    _bug(
+        "float8_ignored_by_auto",
+        "auto/modules/leaves.py",
+        "return self._scattered_in_float8(x, sizes, weight)",
+        "pass",
+        "A row layer of auto under sequence parallelism stays in high precision.",
+        "low_precision/test_float8_auto.py::test_models_of_auto",
+    ),
+    _bug(
+        "float8_ignored_by_shared_experts",
+        "nn/parallel_linear.py",
+        "return self.low_bits is None and self.float8 is None",
+        "return self.low_bits is None",
+        "Shared experts are computed in high precision where they overlap the exchange.",
+        f"{FLOAT8}::test_constructors",
     ),
 ]

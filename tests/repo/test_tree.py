@@ -151,6 +151,7 @@ def test_only_the_package_is_imported_by_the_package():
     optional = {  # imported when they are used, by name
         "debug/type_rules.py": {"spmd_types"},
         "debug/expert_type_rules.py": {"spmd_types"},
+        "debug/float8_type_rules.py": {"spmd_types"},
         "huggingface": {"accelerate", "huggingface_hub", "transformers"},
         "lightning": {"lightning"},
     }
@@ -387,17 +388,17 @@ def test_files_are_short():
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
     "": 4050,
-    "_ops": 1500,  # compressed gradients
+    "_ops": 1600,  # float8
     "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
     "checkpoint": 4750,
-    "debug": 2150,  # one digest of a model, rules of tp_invariant
+    "debug": 2200,  # one digest of a model, rules of tp_invariant and float8
     "elastic": 1000,
     "huggingface": 2000,  # weights that are quantised as they are read
     "lightning": 350,
-    "low_precision": 800,  # compressed gradients
+    "low_precision": 900,  # float8
     "mesh_program": 1150,
     "model": 1750,
-    "nn": 6550,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits
+    "nn": 6750,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8
     "optim": 1150,
     "outside": 1900,
     "parallel": 4000,  # trees of microbatches

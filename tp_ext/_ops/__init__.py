@@ -35,6 +35,13 @@ from tp_ext._ops.compressed_blocks import (
     sum_compressed_blocks_,
 )
 from tp_ext._ops.context import context_attention
+from tp_ext._ops.float8 import (
+    finite_amax,
+    float8_column_linear,
+    float8_grouped_linear,
+    float8_quantize,
+    float8_row_linear,
+)
 from tp_ext._ops.linear import (
     accumulate_grad_into,
     add_weight_grad_,
@@ -44,6 +51,7 @@ from tp_ext._ops.linear import (
     linear_2d,
     row_parallel_linear,
 )
+from tp_ext._ops.low_bits import dequantize_low_bits
 from tp_ext._ops.matmul_2d import matmul_2d
 from tp_ext._ops.moe import (
     moe_dot,

@@ -13,13 +13,20 @@ from tp_ext._checks import check_bool, check_int
 from tp_ext.auto.search.plans import Plan
 from tp_ext.invariance import check_ranks, check_reproducible, refuse_call
 from tp_ext.mesh_program.partition_spec import P
+from tp_ext.nn.float8 import Float8Linear
+from tp_ext.nn.low_bits import QuantizedLinear
 
 
 def check_planned_model(model: Any) -> None:
-    """Raises TypeError unless it is a module."""
+    """Raises TypeError unless it is a module, ValueError if it has linears in few bits, which no rule shards."""
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: {kind} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear | QuantizedLinear):
+            raise ValueError(
+                f"model: {name!r} was converted to float8 or quantised and must not be sharded then: shard first"
+            )
 
 
 def check_is_no_layer(model: nn.Module) -> None:

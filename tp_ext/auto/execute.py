@@ -38,12 +38,13 @@ from tp_ext.auto.modules.token_hooks import (
 )
 from tp_ext.auto.record.edits import Copy, SizeCall
 from tp_ext.auto.record.forwards import CalledForward
-from tp_ext.auto.record.multi_head import WEIGHTS, refuse_fused_paths, shard_attention
+from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.invariance import using_blocks
+from tp_ext.model.fused_paths import refuse_fused_paths
 from tp_ext.model.layouts import declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout

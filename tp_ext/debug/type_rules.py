@@ -206,12 +206,12 @@ def _output(y: Typed, group: str, activations: str) -> Typed:
     return summed_and_scattered(y, group, 0 if activations == "tokens" else -1)
 
 
-def _column(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: str) -> Typed:
+def column_type(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: str) -> Typed:
     operands = alike(_input(x, group, activations), sharded(weight, group, 0))
     return biased(rules.einsum("...k,nk->...n", *operands), bias)
 
 
-def _row(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: str, sum_bias_grad: bool) -> Typed:
+def row_type(x: Typed, weight: Typed, bias: Typed | None, group: str, activations: str, sum_bias_grad: bool) -> Typed:
     operands = alike(sharded(x, group, -1), sharded(weight, group, 1))
     y = _output(partial(rules.einsum("...k,nk->...n", *operands), group), group, activations)
     if bias is not None and activations == "tokens" and sum_bias_grad:
@@ -229,7 +229,7 @@ def column_parallel_linear(
     *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool, main_grad: Tensor | None
 ) -> Typed:
     ignored(main_grad)
-    return _column(x, weight, bias, group, _activations(sequence_parallel))
+    return column_type(x, weight, bias, group, _activations(sequence_parallel))
 
 
 @rule
@@ -244,19 +244,19 @@ def row_parallel_linear(
     sum_bias_grad: bool,
 ) -> Typed:
     ignored(main_grad)
-    return _row(x, weight, bias, group, _activations(sequence_parallel), sum_bias_grad)
+    return row_type(x, weight, bias, group, _activations(sequence_parallel), sum_bias_grad)
 
 
 @rule
 def block_column_linear(
     *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool
 ) -> Typed:
-    return _column(x, weight, bias, group, _activations(sequence_parallel))
+    return column_type(x, weight, bias, group, _activations(sequence_parallel))
 
 
 @rule
 def block_row_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool) -> Typed:
-    return _row(x, weight, bias, group, _activations(sequence_parallel), True)
+    return row_type(x, weight, bias, group, _activations(sequence_parallel), True)
 
 
 @rule
@@ -279,8 +279,8 @@ def linear_2d(
     if bias is not None:
         bias = full(gathered(bias, weight_group, 0), weight_group)
     if row:
-        return _row(x, weight, bias, group, activations, False)
-    return _column(x, weight, bias, group, activations)
+        return row_type(x, weight, bias, group, activations, False)
+    return column_type(x, weight, bias, group, activations)
 
 
 def _activations(sequence_parallel: bool) -> str:
@@ -424,7 +424,7 @@ def linear_cross_entropy(
     main_grad: Tensor | None,
 ) -> list[Typed]:
     ignored(main_grad)
-    logits = _column(x, weight, bias, group, _activations(sequence_parallel))
+    logits = column_type(x, weight, bias, group, _activations(sequence_parallel))
     rows = rules.einsum("...v,...->...", logits, replicated(target, group))
     rows = summed(partial(rows, group), group)
     return [rows if reduction == "none" else rules.einsum("...->", rows), rows]

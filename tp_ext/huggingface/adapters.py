@@ -20,6 +20,7 @@ from tp_ext.checkpoint.gather import Ranks, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
 from tp_ext.model.census import census
+from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora
 
@@ -222,7 +223,7 @@ def _is_plain(linear: nn.Linear) -> bool:
     """Returns True if all ranks compute the same with a whole layer, forward and backward: a plan completes partial
     gradients and inputs in hooks."""
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return type(linear) is nn.Linear and not any(hooks)
+    return type(linear) in (nn.Linear, Float8Linear) and not any(hooks)
 
 
 def _write_config(model: nn.Module, layers: list[str], kind: tuple[int, float, float], file: Path) -> None:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checks import check_int
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.group import process_group
+from tp_ext.model.fused_paths import refuse_fused_paths
+from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.lora import LoRALinear
 from tp_ext.nn.low_bits import LowBits, QuantizedLinear
 from tp_ext.nn.parallel_linear import ParallelLinear
@@ -55,8 +57,8 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     Raises:
         TypeError: ``model`` is no module. ValueError, on all ranks of a group, nothing has changed then: no layer to
             convert; ``block`` is odd or does not divide; a weight of another dtype than fp32, bf16 or fp16, sharded by
-            FSDP2, or with a NaN or an Inf; a layer that is quantised already, is on two axes, or was built in
-            :func:`tp_ext.tp_invariant`.
+            FSDP2, or with a NaN or an Inf; a layer that is quantised or in float8 already, is on two axes, or was built
+            in :func:`tp_ext.tp_invariant`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
@@ -85,6 +87,7 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     for name, layer in chosen.items():
         form, largest = forms[name]
         put(layer, form, largest)
+    refuse_fused_paths(model, list(chosen))
     return list(chosen)
 
 
@@ -116,9 +119,10 @@ def dequantize(layer: nn.Module) -> Tensor:
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the linears of a model that are no heads, experts or adapters, by name."""
-    head_of: Any = getattr(model, "get_output_embeddings", None)
-    head = None if head_of is None else head_of()
     modules = dict(model.named_modules())
+    # Also of a model inside of a wrapper
+    with_heads: list[Any] = [module for module in modules.values() if hasattr(module, "get_output_embeddings")]
+    heads = {id(module.get_output_embeddings()) for module in with_heads}
     owners: dict[int, int] = {}
     for module in modules.values():
         for param in module._parameters.values():
@@ -133,8 +137,8 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in modules.items()
-        if (isinstance(module, ParallelLinear) or type(module) in (nn.Linear, QuantizedLinear))
-        and module is not head
+        if (isinstance(module, ParallelLinear) or type(module) in (nn.Linear, Float8Linear, QuantizedLinear))
+        and id(module) not in heads
         and id(module) not in adapters
         and owners.get(id(module._parameters.get("weight")), 1) == 1
     }
@@ -145,6 +149,8 @@ def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
     what = f"{name or 'model'}.weight"
     if getattr(layer, "low_bits", None) is not None:
         raise ValueError(f"{what}: must not be quantised already")
+    if getattr(layer, "float8", None) is not None:
+        raise ValueError(f"{what}: a layer that was converted to float8 must not be quantised")
     if isinstance(layer, ParallelLinear) and (layer.on_two_axes or layer.invariant_blocks is not None):
         raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
     weight = layer.weight

@@ -74,6 +74,7 @@ class ParallelModule(nn.Module):
     """
 
     output_is_partial: bool = False
+    float8: Any = None  # the recipe of a linear or of experts that multiply in 8-bit floating point
     has_blocks: bool = False  # whether the class has a form with the same bits for every p
     tp_name: str | None = None
     expert_group: ParallelGroup | None = None

@@ -20,6 +20,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.nn.float8 import Float8
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
@@ -60,12 +61,15 @@ class ColumnParallelLinear(ParallelLinear):
             traced, or where a block would have fewer than 64 tokens.
         reshard_after_forward: False: what ``weight_group`` and ``activations="hidden"`` gather in forward is kept for
             backward, which does not gather it again: less communication, more memory (docs/guide/mesh.md).
+        float8: the three products are of 8-bit floating point, by this recipe (:class:`tp_ext.low_precision.Float8`,
+            :func:`tp_ext.low_precision.float8`).
         init: initialiser of the weight (:mod:`tp_ext.random`, or a callable on the full tensor); default and bias as
             ``nn.Linear``.
 
     Raises:
         ValueError: parts that do not make up ``out_features``; ``skip_bias_add`` with ``gather_output``;
-            ``grad_accumulation_fusion`` or ``overlap_chunks`` with ``weight_group`` or ``activations="hidden"``.
+            ``grad_accumulation_fusion``, ``overlap_chunks`` or ``float8`` with ``weight_group`` or
+            ``activations="hidden"``; ``float8`` with ``grad_accumulation_fusion``.
     """
 
     operator_sums_bias = False
@@ -87,6 +91,7 @@ class ColumnParallelLinear(ParallelLinear):
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         reshard_after_forward: bool = True,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -112,6 +117,7 @@ class ColumnParallelLinear(ParallelLinear):
             grad_accumulation_fusion=grad_accumulation_fusion,
             overlap_chunks=overlap_chunks,
             reshard_after_forward=reshard_after_forward,
+            float8=float8,
             init=init,
             device=device,
             dtype=dtype,
@@ -133,6 +139,9 @@ class ColumnParallelLinear(ParallelLinear):
             bias = self.parameter("bias")
             if bias is not None and not skip_bias_add:
                 y = y + bias.to(y.dtype)
+        elif attributes["float8"] is not None:
+            y = self._in_float8(x, total_tokens, weight)
+            bias = self.parameter("bias") if skip_bias_add else None
         elif attributes["on_two_axes"]:
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
@@ -158,6 +167,16 @@ class ColumnParallelLinear(ParallelLinear):
         if attributes["gather_output"] and (group.size > 1 or self.weight_layout.has_padding):
             y = self.gathered(y)
         return (y, bias) if skip_bias_add else y
+
+    def _in_float8(
+        self, x: Tensor, total_tokens: int | None, weight: Tensor | None, *, sum_input_grad: bool = True
+    ) -> Tensor:
+        weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
+        bias, sizes = None if self.skip_bias_add else bias, self.token_sizes(total_tokens, x)
+        assert self.float8 is not None
+        place = self.tp_group.name, self.sequence_parallel, sizes
+        options = (*place, *self.float8.options, sum_input_grad)
+        return _ops.float8_column_linear(x, weight, bias, *options)
 
     def _of_low_bits(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
         sizes = self.token_sizes(total_tokens, x)
@@ -189,7 +208,7 @@ class RowParallelLinear(ParallelLinear):
 
     Args:
         in_features, out_features, bias: as ``nn.Linear``, of the full layer.
-        group, skip_bias_add, grad_accumulation_fusion, init: as :class:`ColumnParallelLinear`.
+        group, skip_bias_add, grad_accumulation_fusion, float8, init: as :class:`ColumnParallelLinear`.
         parts, unit: as there, for the input features.
         input_is_parallel: x is this rank's slice of the features; False: x is replicated and sliced here.
         sequence_parallel: y is sharded on dim 0.
@@ -224,6 +243,7 @@ class RowParallelLinear(ParallelLinear):
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         reshard_after_forward: bool = True,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -250,6 +270,7 @@ class RowParallelLinear(ParallelLinear):
             grad_accumulation_fusion=grad_accumulation_fusion,
             overlap_chunks=overlap_chunks,
             reshard_after_forward=reshard_after_forward,
+            float8=float8,
             init=init,
             device=device,
             dtype=dtype,
@@ -273,6 +294,9 @@ class RowParallelLinear(ParallelLinear):
             if skip_bias_add:
                 return y, bias
             return y if bias is None else y + bias.to(y.dtype)
+        if attributes["float8"] is not None:
+            y = self._in_float8(x, total_tokens, weight)
+            return (y, self.parameter("bias")) if skip_bias_add else y
         if attributes["on_two_axes"]:
             weight = self.parameter("weight", weight)
             self.check_shape(weight)
@@ -294,6 +318,14 @@ class RowParallelLinear(ParallelLinear):
             not coalesced,
         )
         return (y, self.parameter("bias")) if skip_bias_add else y
+
+    def _in_float8(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
+        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
+        bias, sizes = None if self.skip_bias_add else bias, self.token_sizes(total_tokens, whole=x)
+        assert self.float8 is not None
+        place = self.tp_group.name, self.sequence_parallel, sizes
+        options = (*place, *self.float8.options, not self._coalesced)
+        return _ops.float8_row_linear(x, weight, bias, *options)
 
     def _of_low_bits(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
         sizes = self.token_sizes(total_tokens, whole=x)

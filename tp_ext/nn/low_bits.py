@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tp_ext import _ops
 from tp_ext.group import ALONE, ParallelGroup
 from tp_ext.sharding import Layout, Sharding
 
@@ -105,11 +106,7 @@ class LowBits:
 
     def dequantized(self, packed: Tensor, scale: Tensor) -> Tensor:
         """Returns rows of the weight in fp32."""
-        if self.bits == 8:
-            return packed.float() * scale.float()[..., None]
-        assert self.block is not None
-        q = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).float().sub_(8)
-        return q.unflatten(-1, (-1, self.block)).mul_(scale.float()[..., None]).flatten(-2)
+        return _ops.dequantize_low_bits(packed, scale, self.block)
 
     def product(self, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         """Returns x W^T ``[.., out]`` in the dtype of x, or of autocast, with a gradient of x alone."""

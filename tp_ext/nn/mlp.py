@@ -9,6 +9,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import ParallelModule
+from tp_ext.nn.float8 import Float8
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.random import Init
 
@@ -33,7 +34,8 @@ class ParallelMLP(ParallelModule):
             (exact gelu; Shazeer, arXiv:2002.05202).
         bias: in both linears.
         group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks,
-            reshard_after_forward: as :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded as x.
+            reshard_after_forward, float8: as :class:`ColumnParallelLinear`; with ``activations="hidden"`` y is sharded
+            as x.
         init: initialiser of both weights.
 
     Raises:
@@ -56,6 +58,7 @@ class ParallelMLP(ParallelModule):
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         reshard_after_forward: bool = True,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -74,6 +77,7 @@ class ParallelMLP(ParallelModule):
             "grad_accumulation_fusion": grad_accumulation_fusion,
             "overlap_chunks": overlap_chunks,
             "reshard_after_forward": reshard_after_forward,
+            "float8": float8,
             "init": init,
             "device": device,
             "dtype": dtype,
@@ -100,7 +104,7 @@ class ParallelMLP(ParallelModule):
         quantised: others may then call their operators."""
         kinds: dict[str, type] = {"up": ColumnParallelLinear, "down": RowParallelLinear}
         layers = {name: getattr(self, name) for name in kinds}
-        return all(is_plain(layers[name], kind) and layers[name].low_bits is None for name, kind in kinds.items())
+        return all(is_plain(layers[name], kind) and layers[name].is_full_precision for name, kind in kinds.items())
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

@@ -13,6 +13,7 @@ from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import current_blocks, refuse_compiled, refuse_in_blocks
 from tp_ext.model.layouts import mirror_layouts
 from tp_ext.model.module import ParallelModule
+from tp_ext.nn.float8 import Float8, refuse_with_float8
 from tp_ext.nn.gather_ahead import find_forward
 from tp_ext.nn.low_bits import LowBits
 from tp_ext.random import Init, torch_linear_init
@@ -82,6 +83,7 @@ class ParallelLinear(ParallelModule):
         grad_accumulation_fusion: bool,
         overlap_chunks: int,
         reshard_after_forward: bool,
+        float8: Float8 | None,
         init: Init | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -100,8 +102,10 @@ class ParallelLinear(ParallelModule):
         self.in_features = in_features
         self.out_features = out_features
         self.low_bits: LowBits | None = None
+        self.float8: Float8 | None = float8
         self.skip_bias_add = skip_bias_add
         self.grad_accumulation_fusion = grad_accumulation_fusion
+        self.check_float8(float8, dtype)
         self.overlap_chunks = overlap_chunks
         self.reshard_after_forward = reshard_after_forward
         default = torch_linear_init(in_features)
@@ -122,19 +126,27 @@ class ParallelLinear(ParallelModule):
         if self.invariant_blocks is not None:
             self._segments = weight_sharding.segments(self.tp_group.rank, self.tp_group.size)
 
+    def check_float8(self, float8: Float8 | None, dtype: torch.dtype | None) -> None:
+        """Raises a ValueError if the layer has an option, or a dtype, that linears in float8 lack."""
+        lacking = {"weight_group or activations='hidden'": self.on_two_axes}
+        lacking |= {"tp_invariant": self.invariant_blocks is not None}
+        refuse_with_float8(float8, dtype, grad_accumulation_fusion=self.grad_accumulation_fusion, **lacking)
+
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:
         """Returns the layer with this rank's shard of the weights of ``linear``.
 
         Args:
             linear: the dense layer, with the same values on all ranks; it is not changed.
-            options: as in the constructor; ``device`` and ``dtype`` are those of ``linear``.
+            options: as in the constructor; ``device`` and ``dtype`` are those of ``linear``, and so is ``float8`` by
+                default.
 
         Raises:
             TypeError: ``linear`` is not an ``nn.Linear``.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        options = {"float8": getattr(linear, "float8", None), **options}
         make: Callable[..., Self] = cls  # column or row: their signatures begin as nn.Linear's
         layer = make(
             linear.in_features,
@@ -152,6 +164,11 @@ class ParallelLinear(ParallelModule):
     def weight_layout(self) -> Layout:
         """The layout of the weight, also of one that was quantised."""
         return self.tp_layouts["weight"] if self.low_bits is None else self.low_bits.layout
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Whether the products are those of the weight itself, neither of few bits nor in float8."""
+        return self.low_bits is None and self.float8 is None
 
     @property
     def weight_options(self) -> dict[str, Any]:
@@ -211,6 +228,7 @@ class ParallelLinear(ParallelModule):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"local={tuple(self._weight_shape)}, bias={self.bias is not None}, {self.parallel_repr()}"
+            + ("" if self.float8 is None else f", float8={self.float8.scaling}")
         )
 
 

@@ -41,6 +41,8 @@ class EnteredColumnLinear(ColumnParallelLinear):
         if self.low_bits is not None:
             y, bias = self.local_product(x, weight), self.parameter("bias")
             return y if bias is None else y + bias.to(y.dtype)
+        if self.float8 is not None:
+            return self._in_float8(x, total_tokens, weight, sum_input_grad=False)
         weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
         # A full bias in the place of the shard: F.linear would fail without the name of the parameter
         if bias is not None and bias.size(0) != weight.size(0):
@@ -65,12 +67,22 @@ class RowTokensLinear(RowParallelLinear):
         if sizes is None:
             y: Tensor = super().forward(x, weight=weight)
             return y
+        if self.float8 is not None:
+            return self._scattered_in_float8(x, sizes, weight)
         if self.low_bits is not None:
             y, bias = self.local_product(x, weight), self.parameter("bias")
         else:
             weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
             y = F.linear(x, weight)
         return _scattered_sum(y, bias, self.tp_group.name, self.tp_tokens_dim, sizes)
+
+    def _scattered_in_float8(self, x: Tensor, sizes: list[int], weight: Tensor | None) -> Tensor:
+        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
+        assert self.float8 is not None
+        # The operator scatters dim 0; the order of tokens changes no scale
+        tokens_first = x.transpose(0, self.tp_tokens_dim)
+        y = _ops.float8_row_linear(tokens_first, weight, bias, self.tp_group.name, True, sizes, *self.float8.options)
+        return y.transpose(0, self.tp_tokens_dim)
 
 
 def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:

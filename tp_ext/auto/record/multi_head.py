@@ -275,15 +275,3 @@ def forward_on_fakes(module: nn.Module) -> Callable[..., Any]:
     local.__class__ = ShardedAttention
     local.tp_group = None  # type: ignore[assignment]
     return local.forward
-
-
-def refuse_fused_paths(model: nn.Module, sharded: Sequence[str]) -> None:
-    """Keeps layers of ``nn.Transformer`` that have a sharded parameter from torch's fused path of inference, which
-    would take a shard for the full weight."""
-    for name, module in model.named_modules():
-        inside = any(name_.startswith(f"{name}." if name else "") for name_ in sharded)
-        # A value of 0 fails a condition of the fused path, which torch takes where a layer has no hooks
-        if inside and isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        if inside and isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False

@@ -16,6 +16,7 @@ from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import KVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.self_attention import SelfAttention
+from tp_ext.nn.float8 import Float8
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
 from tp_ext.random import Init
@@ -66,7 +67,7 @@ class ParallelAttention(SelfAttention):
             heads_local, head_dim]`` (normalised, rotated; packed sequences have batch 1) and the layout. All options
             of the scores are its own affair.
         group, sequence_parallel, weight_group, activations, grad_accumulation_fusion, overlap_chunks,
-            reshard_after_forward, init: as :class:`ColumnParallelLinear`; with ``"hidden"`` y is sharded as x.
+            reshard_after_forward, float8, init: as :class:`ColumnParallelLinear`; with ``"hidden"`` y is sharded as x.
 
     Raises:
         ValueError: see :func:`tp_ext.sharding.head_parts`; sizes that do not fit.
@@ -102,6 +103,7 @@ class ParallelAttention(SelfAttention):
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
         reshard_after_forward: bool = True,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -156,7 +158,7 @@ class ParallelAttention(SelfAttention):
         options: dict[str, Any] = {"group": group, "weight_group": weight_group, "device": device, "dtype": dtype}
         linear = {"init": init, "sequence_parallel": sequence_parallel, "overlap_chunks": overlap_chunks, **options}
         linear |= {"activations": activations, "grad_accumulation_fusion": grad_accumulation_fusion}
-        linear |= {"reshard_after_forward": reshard_after_forward}
+        linear |= {"reshard_after_forward": reshard_after_forward, "float8": float8}
         # Qwen's models have a bias of q, k and v alone
         qkv_bias, out_bias = (bias if option is None else option for option in (qkv_bias, out_bias))
         self.qkv = ColumnParallelLinear(hidden_size, q.size + 2 * kv.size, qkv_bias, parts=(q, kv, kv), **linear)

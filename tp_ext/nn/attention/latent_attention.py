@@ -20,6 +20,7 @@ from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
 from tp_ext.nn.attention.self_attention import SelfAttention
+from tp_ext.nn.float8 import Float8
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
 from tp_ext.nn.replicated_linear import ReplicatedLinear
@@ -80,7 +81,8 @@ class ParallelLatentAttention(SelfAttention):
             scaling of ``rope`` has m = ``mscale_all_dim``, as DeepSeek's.
         dropout: probability of dropping an attention weight.
         exact_dropout: as :class:`ParallelAttention`.
-        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, init: as :class:`ColumnParallelLinear`.
+        group, sequence_parallel, grad_accumulation_fusion, overlap_chunks, float8, init: as
+            :class:`ColumnParallelLinear`; ``float8`` is of the sharded linears.
 
     Raises:
         ValueError: fewer heads than ranks; sizes that are not positive, or do not fit ``rope``.
@@ -109,6 +111,7 @@ class ParallelLatentAttention(SelfAttention):
         sequence_parallel: bool = False,
         grad_accumulation_fusion: bool = False,
         overlap_chunks: int = 1,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -153,7 +156,7 @@ class ParallelLatentAttention(SelfAttention):
         place: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel and blocks is None}
         place |= {"device": device, "dtype": dtype}
         linear = place | {"init": init, "grad_accumulation_fusion": grad_accumulation_fusion}
-        sharded = linear | {"overlap_chunks": overlap_chunks}
+        sharded = linear | {"overlap_chunks": overlap_chunks, "float8": float8}
         q_size = num_heads * qk_head_dim
         if q_lora_rank is None:
             self.q_proj = ColumnParallelLinear(hidden_size, q_size, False, unit=qk_head_dim, **sharded)
@@ -299,22 +302,31 @@ class ParallelLatentAttention(SelfAttention):
             q, k, v = (t.transpose(1, 2) for t in (q, *self._keys_values(kv, k_rope)))
             return _ops.block_attention(q, k, v, mask, padding, [], True, self.scale, None, None).transpose(1, 2)
         (kept,), seen, first = cache.extend([latent], mask)
-        weight = self._kv_b_weight()
         # Multiplications per head and key: n (2 rank + rope) absorbed, against rank (nope + v) + n (nope + rope + v)
         if first or n * (2 * rank - nope - v_dim) > rank * (nope + v_dim):
             rows, k_rope = kept.transpose(1, 2).split((rank, self.qk_rope_head_dim), -1)
-            kv = F.linear(rows.squeeze(2), weight).unflatten(-1, (self.num_heads_local, nope + v_dim))
+            kv = self._expanded(rows.squeeze(2)).unflatten(-1, (self.num_heads_local, nope + v_dim))
             k, v = self._keys_values(kv, k_rope)
             if first:
                 return self._attend(q, k, v, mask)
             y = attention_by_kv_head(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen, self.scale)
             return y.transpose(1, 2)
         # q_nope k_nope^T = (q_nope W_k) c^T, and weights v = (weights c) W_v^T: one KV head, that of the cache
-        to_key, to_value = weight.view(self.num_heads_local, nope + v_dim, rank).split((nope, v_dim), 1)
+        to_key, to_value = self._kv_b_weight().view(self.num_heads_local, nope + v_dim, rank).split((nope, v_dim), 1)
         absorbed = torch.einsum("bnhd,hdc->bhnc", q[..., :nope], to_key)
         q = torch.cat([absorbed, q[..., nope:].transpose(1, 2)], -1)
         y = attention_by_kv_head(q, kept, kept[..., :rank], seen, self.scale)
         return torch.einsum("bhnc,hdc->bnhd", y, to_value)
+
+    def _expanded(self, latents: Tensor) -> Tensor:
+        """Returns this rank's shard of W_kv_b c for the latents c of all tokens."""
+        if getattr(self.kv_b_proj, "float8", None) is None:
+            return F.linear(latents, self._kv_b_weight())
+        # In float8 c is an operand of the product as W is
+        rows = latents.flatten(0, -2)
+        own = _ops.scatter_to_region(rows, self.tp_group.name, 0) if self.sequence_parallel else rows
+        kv: Tensor = self.kv_b_proj(own, len(rows))
+        return kv.unflatten(0, latents.shape[:-1])
 
     def _kv_b_weight(self) -> Tensor:
         """Returns this rank's shard of W_kv_b; of a layer that was replaced or has hooks (LoRA, FSDP2, a quantised
@@ -322,7 +334,7 @@ class ParallelLatentAttention(SelfAttention):
         layer: nn.Module = self.kv_b_proj
         hooks = (layer._forward_hooks, layer._forward_pre_hooks)
         hooked = any(hooks) or _has_any_global_hook()
-        if type(layer) is ColumnParallelLinear and layer.low_bits is None and not hooked:
+        if type(layer) is ColumnParallelLinear and layer.is_full_precision and not hooked:
             weight: Tensor = layer.parameter("weight")
             return weight
         like = self.kv_a_proj_with_mqa.weight

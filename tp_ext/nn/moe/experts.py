@@ -17,6 +17,7 @@ from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.module import ParallelModule
+from tp_ext.nn.float8 import Float8, refuse_with_float8
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP, is_plain
 from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding, main_grad_of
@@ -35,7 +36,8 @@ class ParallelExperts(ParallelModule):
     ``down_weight`` ``[experts_local, hidden, ffn_local]``; with bias ``up_bias`` ``[experts_local, ffn_local]`` and
     ``down_bias`` ``[experts_local, hidden]``, which the first rank of ``group`` adds.
 
-    Communicates nothing. The gradient of an expert without rows is zero.
+    Communicates nothing; with ``float8`` one max-reduce of scales over ``group`` for each linear, in forward and in
+    backward. The gradient of an expert without rows is zero.
 
     Args:
         gradient_reduction: how data parallelism combines the gradients of the ranks of ``expert_group`` for the
@@ -43,6 +45,7 @@ class ParallelExperts(ParallelModule):
             with ``"mean"`` it is divided by their number, so that it is the mean like all the others.
         grad_accumulation_fusion: backward adds the gradients of both weights to their ``main_grad``, as
             :class:`tp_ext.ColumnParallelLinear`; those of experts without rows are left as they are.
+        float8: the products of each expert are of 8-bit floating point, with scales of its own.
         others: as :class:`tp_ext.ParallelMoE`.
     """
 
@@ -64,6 +67,7 @@ class ParallelExperts(ParallelModule):
         group: Group,
         gradient_reduction: str = "mean",
         grad_accumulation_fusion: bool = False,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,6 +85,8 @@ class ParallelExperts(ParallelModule):
             expert_group=ep.size > 1 and ep.torch_name,
             grad_accumulation_fusion=bool(grad_accumulation_fusion),
         )
+        self.check_float8(float8, dtype)
+        self.float8: Float8 | None = float8
         if num_experts < ep.size:
             raise ValueError(f"num_experts: {num_experts} must be at least the {ep.size} ranks of expert_group")
         self.num_experts, self.activation, self.gated = num_experts, activation, activation in GATED_ACTIVATIONS
@@ -110,6 +116,11 @@ class ParallelExperts(ParallelModule):
         else:
             self.register_parameter("up_bias", None)
             self.register_parameter("down_bias", None)
+
+    def check_float8(self, float8: Float8 | None, dtype: torch.dtype | None) -> None:
+        """Raises a ValueError if the layer has an option, or a dtype, that experts in float8 lack."""
+        lacking = {"tp_invariant": self.invariant_blocks is not None}
+        refuse_with_float8(float8, dtype, grad_accumulation_fusion=self.grad_accumulation_fusion, **lacking)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each.
@@ -168,6 +179,11 @@ class ParallelExperts(ParallelModule):
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
         weight = self.parameter(name)
         main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
+        if self.float8 is not None:
+            # Formats and scaling; nothing is gathered
+            recipe = self.float8.options[:3]
+            group, inputs = self.tp_group.name, name == "down_weight"
+            return _ops.float8_grouped_linear(x, weight, counts, group, inputs, *recipe, self.gradient_scale)
         return _ops.grouped_linear(x, weight, counts, main_grad, self.gradient_scale)
 
     def _bias(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel
 from tp_ext.invariance import refuse_in_blocks
 from tp_ext.mesh import DataAxes, data_axes
 from tp_ext.model.module import LayerOverData
+from tp_ext.nn.float8 import Float8
 from tp_ext.nn.mlp import ParallelMLP
 from tp_ext.nn.moe.experts import ParallelExperts, can_overlap, routed_and_shared
 from tp_ext.nn.moe.router import (
@@ -132,6 +133,7 @@ class ParallelMoE(LayerOverData):
         attach_loss: float | None = None,
         gradient_reduction: str = "mean",
         grad_accumulation_fusion: bool = False,
+        float8: Float8 | None = None,
         init: Init | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -175,6 +177,7 @@ class ParallelMoE(LayerOverData):
             expert_group=expert_group,
             gradient_reduction=gradient_reduction,
             grad_accumulation_fusion=grad_accumulation_fusion,
+            float8=float8,
             **options,
         )
         self.shared: ParallelMLP | None = None
@@ -186,6 +189,7 @@ class ParallelMoE(LayerOverData):
                 bias=bias,
                 sequence_parallel=sequence_parallel,
                 grad_accumulation_fusion=grad_accumulation_fusion,
+                float8=float8,
                 **options,
             )
         losses = config.balance_loss or config.z_loss or config.correction_bias

@@ -1,0 +1,50 @@
+"""Frozen weights of 8 and 4 bits: rows in fp32 bit by bit by the formula in torch's operators."""
+
+import re
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from tp_ext import _ops
+
+pytestmark = pytest.mark.core
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_by_the_formula(dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    for rows, inputs, block in [(1, 2, 2), (7, 24, 6), (65, 192, 64), (3, 260, 4), (0, 8, 4), (3, 0, 4)]:
+        q8 = torch.randint(-127, 128, (rows, inputs), generator=generator, dtype=torch.int8)
+        scale = torch.rand(rows, generator=generator).to(dtype)
+        got = _ops.dequantize_low_bits(q8.to(device), scale.to(device))
+        assert got.dtype == torch.float32 and torch.equal(got.cpu(), q8.float() * scale.float()[:, None])
+        q4 = torch.randint(-8, 8, (rows, inputs), generator=generator)
+        packed = ((q4[:, 0::2] + 8) | (q4[:, 1::2] + 8) << 4).to(torch.uint8)
+        scales = torch.rand(rows, inputs // block, generator=generator).to(dtype)
+        expected = q4.float() * scales.float().repeat_interleave(block, 1)
+        assert torch.equal(_ops.dequantize_low_bits(packed.to(device), scales.to(device), block).cpu(), expected)
+        strided = torch.cat([packed, packed], 1).to(device)[:, : inputs // 2]
+        assert torch.equal(_ops.dequantize_low_bits(strided, scales.to(device), block).cpu(), expected)
+
+
+def test_errors_name_the_argument(device):
+    q8, q4 = torch.zeros(3, 8, dtype=torch.int8, device=device), torch.zeros(3, 4, dtype=torch.uint8, device=device)
+    one, two = torch.ones(3, device=device), torch.ones(3, 2, device=device)
+    call = _ops.dequantize_low_bits
+    for kind, message, arguments in (
+        (TypeError, "packed: dtype Byte must be uint8 with a block, int8 without", (q4, one)),
+        (TypeError, "packed: dtype Char must be uint8 with a block, int8 without", (q8, two, 4)),
+        (TypeError, "scale: dtype Int must be a floating point type", (q8, one.int())),
+        (ValueError, "packed: shape [8] must have 2 dims", (q8[0], one)),
+        (ValueError, "scale: shape [3, 2] must be [3], a number per row of packed", (q8, two)),
+        (ValueError, "block: 3 must be even and divide the 8 inputs of packed", (q4, two, 3)),
+        (ValueError, "block: 6 must be even and divide the 8 inputs of packed", (q4, two, 6)),
+        (ValueError, "scale: shape [3, 2] must be [3, 4], a number per block", (q4, two, 2)),
+    ):
+        with pytest.raises(kind, match=re.escape(message)):
+            call(*arguments)
+    opcheck(call, (q8, one))
+    opcheck(call, (q4, two, 4))
