@@ -16,7 +16,7 @@ def scaled(x: Tensor, amax: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def rounded(x: Tensor, format: str, dim: int | None) -> Tensor:
-    """What x, ``[m, n]``, becomes with a scale of all of it, or for each index of the dims but ``dim``: in fp64."""
+    """Returns x ``[m, n]`` rounded to 8 bits, in fp64, with one scale, or with a scale for each slice along ``dim``."""
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format]
     size = torch.where(x.isfinite(), x, 0).float().abs()
     if x.numel() == 0:

@@ -74,8 +74,8 @@ def run_layer(group, seed, p):
     y, left = y if options["skip_bias_add"] else (y, None)
     y.backward(dy_own)
     db = None if layer.bias is None or left is not None else layer.bias.grad
-    found = {"y": y.detach(), "dx": x_own.grad, "dw": layer.weight.grad, "db": db, "x": x, "dy": dy}
-    return found | {
+    results = {"y": y.detach(), "dx": x_own.grad, "dw": layer.weight.grad, "db": db, "x": x, "dy": dy}
+    return results | {
         "weight": dense.weight.detach(),
         "bias": None if left is not None or not bias else dense.bias.detach(),
     }
@@ -165,8 +165,8 @@ def test_random_experts(p):
         results = simulated.run(run_experts, p, seed)
         ys, dxs, dws = ([result[i] for result in results] for i in range(3))
         x, weight, dy = results[0][3:]
-        y = sum(one.double() for one in ys) if by_inputs else torch.cat(ys, 1)
-        dx = torch.cat(dxs, 1) if by_inputs else sum(one.double() for one in dxs)
+        y = sum(part.double() for part in ys) if by_inputs else torch.cat(ys, 1)
+        dx = torch.cat(dxs, 1) if by_inputs else sum(part.double() for part in dxs)
         dw = torch.cat(dws, 2 if by_inputs else 1)
         row = recipe.scaling == "row"
         places = [slice(sum(counts[:e]), sum(counts[: e + 1])) for e in range(len(counts))]

@@ -148,16 +148,16 @@ def test_values_are_those_of_torchao(scaling, dtype):
         options = dataclasses.replace(config.from_recipe_name("rowwise"), round_scales_to_power_of_2=False)
     torch.manual_seed(0)
     ours = nn.Linear(32, 48, dtype=dtype)
-    theirs = convert(copy.deepcopy(ours), options)
+    peer = convert(copy.deepcopy(ours), options)
     float8(ours, recipe)
     x, dy = torch.randn(64, 32), torch.randn(64, 48).to(dtype)
     results = []
-    for layer in (ours, theirs):
+    for layer in (ours, peer):
         own = x.to(dtype).requires_grad_()
         try:
             y = layer(own)
         except RuntimeError as error:
-            if layer is theirs and "scale_a.numel() == 1" in str(error):
+            if layer is peer and "scale_a.numel() == 1" in str(error):
                 pytest.skip("torch's product has no scales per row on the CPU")
             raise
         y.backward(dy)

@@ -48,18 +48,20 @@ def float8(model: nn.Module, recipe: Float8 | None = None, filter: Filter | None
     recipe = Float8() if recipe is None else recipe
     if not isinstance(recipe, Float8):
         raise TypeError(f"recipe: {recipe!r} must be a Float8")
+    # fully_shard changes the classes of linears, which would not be found
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(f"{name}: a DTensor must not be converted to float8; convert before FSDP2")
-    found = linears(model)
+    candidates = linears(model)
     chosen = {
         name: module
         for name, module in model.named_modules()
-        if (name in found or isinstance(module, ParallelExperts)) and (filter is None or filter(name, module))
+        if (name in candidates or isinstance(module, ParallelExperts)) and (filter is None or filter(name, module))
     }
     if not chosen:
         raise ValueError("model: must have a linear to convert to float8")
     shards_tokens = any(getattr(module, "tp_tokens", None) is not None for module in model.modules())
+    # All are checked before one is converted
     for name, layer in chosen.items():
         _check(name or "model", layer, recipe)
         if shards_tokens and isinstance(layer, nn.Linear):

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Float8:
-    """How a linear computes y = x W^T, dx = dy W and dw = dy^T x in 8 bits (:func:`tp_ext.low_precision.float8`).
+    """Recipe of the products y = x W^T, dx = dy W and dw = dy^T x in 8 bits (:func:`tp_ext.low_precision.float8`).
 
     Each operand is quantised from its own values: q = round(clamp(v scale)), scale = max / amax, with the largest
     number max of the format and amax of the finite elements of the full tensor, whatever the number of ranks. Sums are

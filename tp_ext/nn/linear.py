@@ -134,6 +134,7 @@ class ColumnParallelLinear(ParallelLinear):
         """
         attributes = self.__dict__  # faster, see operands()
         group, skip_bias_add = attributes["tp_group"], attributes["skip_bias_add"]
+        # Each form adds the bias in its operator, or leaves it to be added here
         if attributes["low_bits"] is not None:
             y = self._of_low_bits(x, total_tokens, weight)
             bias = self.parameter("bias")

@@ -167,7 +167,7 @@ class ParallelLinear(ParallelModule):
 
     @property
     def is_full_precision(self) -> bool:
-        """Whether the products are those of the weight itself, neither of few bits nor in float8."""
+        """True if the layer multiplies with the weight itself: it is neither quantised nor in float8."""
         return self.low_bits is None and self.float8 is None
 
     @property
