@@ -98,9 +98,9 @@ TORCH_LIBRARY(tp_ext, m) {
       "grouped_linear(Tensor x, Tensor weight, int[] counts, Tensor? main_grad=None, float "
       "grad_scale=1.0, bool? grouped_gemm=None) -> Tensor",
       tags);
-  // Linears whose three products are of 8-bit floating point. by_row: a scale per row of each operand,
-  // along the contracted dim, else one for a tensor; forward, gradient: float8_e4m3fn or float8_e5m2;
-  // communicate: gathers move 8 bits
+  // Linears whose three products are of 8-bit floating point. by_row: a scale per row of each
+  // operand, along the contracted dim, else one for a tensor; forward, gradient: float8_e4m3fn or
+  // float8_e5m2; communicate: gathers move 8 bits
   m.def(
       "float8_column_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
       "sequence_parallel, SymInt[]? sizes, bool by_row, ScalarType forward, ScalarType gradient, "
@@ -111,21 +111,25 @@ TORCH_LIBRARY(tp_ext, m) {
       "SymInt[]? sizes, bool by_row, ScalarType forward, ScalarType gradient, bool communicate, "
       "bool sum_bias_grad=True) -> Tensor",
       tags);
-  // grouped_linear of 8-bit floating point; the ranks of group share the weights along their outputs,
-  // or inputs
+  // grouped_linear of 8-bit floating point; the ranks of group share the weights along their
+  // outputs, or inputs
   m.def(
       "float8_grouped_linear(Tensor x, Tensor weight, int[] counts, str group, bool inputs, bool "
       "by_row, ScalarType forward, ScalarType gradient, float grad_scale=1.0) -> Tensor",
       tags);
-  // Of the finite elements of x [m, n], in fp32: [1, 1], of each row (dim 1) [m, 1] or column (dim 0)
-  // [1, n]; and the values with the scales that this gives, with the inverse of these
+  // Of the finite elements of x [m, n], in fp32: [1, 1], of each row (dim 1) [m, 1] or column (dim
+  // 0) [1, n]; and the values with the scales that this gives, with the inverse of these
   m.def("_finite_amax(Tensor x, int? dim=None) -> Tensor", tags);
   m.def("_float8_quantize(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor)", tags);
   // Rows of a frozen weight in fp32: of int8 [m, n] with a scale per row, or with a block of uint8
-  // [m, n / 2] with a scale per block of inputs, input 2j in the low and 2j + 1 in the high bits
+  // [m, n / 2] with a scale per block of inputs, input 2j in the low and 2j + 1 in the high bits;
+  // and the product x W^T of few tokens x [tokens, n] with it, in the dtype of x
   m.def("_dequantize_low_bits(Tensor packed, Tensor scale, int? block=None) -> Tensor", tags);
-  // The linears in blocks of tp_invariant: sums are one tree over `blocks` blocks. segments: triples
-  // (block, start, length) of the sharded dim on this rank; block -1: copies of another rank's
+  m.def("_low_bits_product(Tensor x, Tensor packed, Tensor scale, int? block=None) -> Tensor",
+        tags);
+  // The linears in blocks of tp_invariant: sums are one tree over `blocks` blocks. segments:
+  // triples (block, start, length) of the sharded dim on this rank; block -1: copies of another
+  // rank's
   m.def(
       "block_column_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
       "sequence_parallel, SymInt[]? sizes, int blocks, int[] segments) -> Tensor",
@@ -137,15 +141,15 @@ TORCH_LIBRARY(tp_ext, m) {
   // x for each block of this rank, whose gradients are summed over all blocks; and products a_i b_i
   // of [n, rows, k] and [n, k, columns]
   m.def("block_copies(Tensor(a) x, str group, int blocks) -> Tensor(a)[]", tags);
-  // The tree over all blocks, from the complete nodes of this rank, [nodes, ..]; scatter: this rank's
-  // slice of the dim after that of the nodes
+  // The tree over all blocks, from the complete nodes of this rank, [nodes, ..]; scatter: this
+  // rank's slice of the dim after that of the nodes
   m.def("block_sum(Tensor nodes, str group, int blocks, bool scatter=False) -> Tensor", tags);
   m.def("block_bmm(Tensor a, Tensor b) -> Tensor", tags);
   // Of the last dim of x [n, rows, columns]; blind: rows of -inf become 0, not NaN
   m.def("block_softmax(Tensor x, bool blind) -> Tensor", tags);
-  // Attention of q [batch, heads, n, head_dim], the last n of m keys, whose rows depend on their own
-  // query and keys alone. padding: leading keys of each sequence that nothing sees; kv_heads: the
-  // head of k and v of each head of q
+  // Attention of q [batch, heads, n, head_dim], the last n of m keys, whose rows depend on their
+  // own query and keys alone. padding: leading keys of each sequence that nothing sees; kv_heads:
+  // the head of k and v of each head of q
   m.def(
       "block_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? padding, int[] "
       "kv_heads, "
@@ -359,8 +363,8 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def("_multi_tensor_scale_(Tensor(a!)[] xs, Tensor scale) -> ()", tags);
   m.def("_multi_tensor_copy_(Tensor(a!)[] outs, Tensor[] values) -> ()", tags);
   // Gradients compressed to blocks of codes with a scale each (kernels/compressed_blocks.h). places
-  // [ranks, 3]: first element, elements and byte of the wire of what each rank owns. x + residual to
-  // the wire; the sum of received [ranks, bytes] and residual to the wire; the mean of the wire
+  // [ranks, 3]: first element, elements and byte of the wire of what each rank owns. x + residual
+  // to the wire; the sum of received [ranks, bytes] and residual to the wire; the mean of the wire
   m.def(
       "_compress_blocks_(Tensor x, Tensor(a!)? residual, Tensor(b!) wire, Tensor places, int "
       "block, "

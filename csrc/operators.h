@@ -90,6 +90,8 @@ std::tuple<Tensor, Tensor> _float8_quantize(const Tensor& x, const Tensor& amax,
                                             at::ScalarType dtype);
 Tensor _dequantize_low_bits(const Tensor& packed, const Tensor& scale,
                             std::optional<int64_t> block);
+Tensor _low_bits_product(const Tensor& x, const Tensor& packed, const Tensor& scale,
+                         std::optional<int64_t> block);
 Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);
 Tensor _tree_total(const Tensor& nodes, at::IntArrayRef joins, at::ScalarType dtype);
 void _add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x);

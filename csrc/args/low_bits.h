@@ -1,15 +1,16 @@
-// Argument checks of _dequantize_low_bits.
+// Argument checks of the operators on frozen weights of few bits.
 
 #pragma once
 
 #include "check.h"
+#include "kernels/low_bits.h"
 #include "types.h"
 
 namespace tp_ext {
 
-// Whether the weight has 4 bits: packed is uint8 then, two inputs a byte, else int8
-inline bool check_low_bits(const Tensor& packed, const Tensor& scale,
-                           std::optional<int64_t> block) {
+// packed is uint8 with a block, two inputs a byte, else int8
+inline LowBitsRows check_low_bits(const Tensor& packed, const Tensor& scale,
+                                  std::optional<int64_t> block) {
   const bool four = block.has_value();
   TORCH_CHECK_TYPE(packed.scalar_type() == (four ? at::kByte : at::kChar), "packed: dtype ",
                    packed.scalar_type(), " must be uint8 with a block, int8 without");
@@ -28,7 +29,19 @@ inline bool check_low_bits(const Tensor& packed, const Tensor& scale,
                       2 * packed.size(1) / *block, "], a number per block");
   }
   check_same_device(scale, "scale", packed, "packed");
-  return four;
+  return {packed.size(0), packed.size(1), four ? *block / 2 : packed.size(1), four ? 2 : 1};
+}
+
+inline LowBitsRows check_low_bits_product(const Tensor& x, const Tensor& packed,
+                                          const Tensor& scale, std::optional<int64_t> block) {
+  const LowBitsRows rows = check_low_bits(packed, scale, block);
+  check_floating(x, "x");
+  TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, "x: dtype ", x.scalar_type(),
+                   " must be float32, bfloat16 or float16");
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == rows.inputs(), "x: shape ", x.sizes(),
+                    " must be [tokens, ", rows.inputs(), "], the inputs of packed");
+  check_same_device(x, "x", packed, "packed");
+  return rows;
 }
 
 }  // namespace tp_ext

@@ -220,12 +220,17 @@ def chunk_of_tokens(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_low_bits(x: Tensor) -> Tensor:
-    """With a weight of 8 bits and one of 4."""
-    q = torch.arange(2 * x.shape[1], device=x.device).view(2, -1)
+    """With a weight of 8 bits and one of 4: rows of it, and products."""
+    n = x.shape[1]
+    q = torch.arange(2 * n, device=x.device).view(2, -1)
+    q8, q4 = (q % 255 - 127).to(torch.int8), (q % 256).to(torch.uint8)
     scale = torch.linspace(0.1, 1, 2, device=x.device)
-    eight = _ops.dequantize_low_bits((q % 255 - 127).to(torch.int8), scale)
-    four = _ops.dequantize_low_bits((q % 256).to(torch.uint8), scale[:, None].contiguous(), 2 * x.shape[1])
-    return x * (eight[0] * eight[1] + four[0, 1::2] * four[1, 0::2]).to(x.dtype).sin()
+    eight, four = _ops.dequantize_low_bits(q8, scale), _ops.dequantize_low_bits(q4, scale[:, None].contiguous(), 2 * n)
+    weight = (eight[0] * eight[1] + four[0, 1::2] * four[1, 0::2]).to(x.dtype)
+    few, small = x.detach()[:6], scale / n
+    products = _ops.low_bits_product(few, q8, small).sum(1)
+    products = products + _ops.low_bits_product(torch.cat([few, few], 1), q4, small[:, None].contiguous(), 2 * n).sum(1)
+    return x * weight.sin() * products.sum()
 
 
 def in_float8(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import pytest
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
-FAMILIES = ["columns", "norm", "rope", "vocabulary", "random_words", "shards", "multi_tensor", "experts", "compressed"]
+FAMILIES = ["columns", "norm", "rope", "vocabulary", "random_words", "shards", "multi_tensor", "experts"]
+FAMILIES += ["compressed", "low_bits"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=pointer-overflow", "-fno-sanitize-recover=all"]
 # Elements are accessed as vectors, and the formula must round as the kernel does: no fma of one's own. Without -g, an
 # eighth of the time: the second sanitizer names lines all the same, the first one functions

@@ -1,4 +1,4 @@
-"""Frozen weights of 8 and 4 bits: rows in fp32 bit by bit by the formula in torch's operators."""
+"""Frozen weights of 8 and 4 bits: rows in fp32 bit by bit by the formula, products next to fp64."""
 
 import re
 
@@ -30,6 +30,28 @@ def test_values_by_the_formula(dtype, device):
         assert torch.equal(_ops.dequantize_low_bits(strided, scales.to(device), block).cpu(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [None, 2, 6, 32, 64], ids=str)
+def test_products(dtype, block, device):
+    """Within 16 roundings of fp32 of the sum of magnitudes; and of a token alone, the same bits as among others."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, inputs, tokens in [(1, 192, 1), (37, 384, 2), (5, 2112, 9), (3, 192, 0), (0, 192, 3), (3, 0, 2)]:
+        packed = torch.randint(0, 256, (rows, inputs // (1 if block is None else 2)), generator=generator)
+        packed = (packed - 128).to(torch.int8) if block is None else packed.to(torch.uint8)
+        scale = torch.rand((rows,) if block is None else (rows, inputs // block), generator=generator).to(dtype)
+        x = torch.randn(tokens, inputs, generator=generator).to(dtype)
+        packed, scale, x = packed.to(device), scale.to(device), x.to(device)
+        weight = _ops.dequantize_low_bits(packed, scale, block).double()
+        y = _ops.low_bits_product(x, packed, scale, block)
+        expected, magnitudes = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
+        assert y.dtype == dtype and y.shape == expected.shape
+        rounding = torch.finfo(dtype).eps / 2 * expected.abs() + torch.finfo(dtype).smallest_normal
+        assert ((y.double() - expected).abs() <= 16 * 2**-24 * magnitudes + 1.01 * rounding).all()
+        wide = torch.cat([x, x], 1)[:, :inputs]  # not contiguous
+        for token in range(tokens):
+            assert torch.equal(_ops.low_bits_product(wide[token : token + 1], packed, scale, block)[0], y[token])
+
+
 def test_errors_name_the_argument(device):
     q8, q4 = torch.zeros(3, 8, dtype=torch.int8, device=device), torch.zeros(3, 4, dtype=torch.uint8, device=device)
     one, two = torch.ones(3, device=device), torch.ones(3, 2, device=device)
@@ -46,5 +68,13 @@ def test_errors_name_the_argument(device):
     ):
         with pytest.raises(kind, match=re.escape(message)):
             call(*arguments)
+    x = torch.ones(2, 8, device=device)
+    product = _ops.low_bits_product
+    with pytest.raises(TypeError, match="x: dtype Double must be float32, bfloat16 or float16"):
+        product(x.double(), q8, one)
+    with pytest.raises(ValueError, match=re.escape("x: shape [2, 8] must be [tokens, 4], the inputs of packed")):
+        product(x, q8[:, :4], one)
+    opcheck(product, (x, q8, one))
+    opcheck(product, (x, q4, two, 4))
     opcheck(call, (q8, one))
     opcheck(call, (q4, two, 4))

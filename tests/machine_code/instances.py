@@ -105,6 +105,14 @@ def compressed():
         yield Instance("compressed_blocks", "sum_compressed_kernel", (code,), 256, FLOAT)
 
 
+def low_bits():
+    for four in BOOLS:
+        for width in (2 if four == "true" else 4, 1):
+            yield Instance("low_bits", "low_bits_rows_kernel", (four, width), 256, FLOAT)
+        for dtype, width in product((FLOAT, BFLOAT16, HALF), (16, 1)):
+            yield Instance("low_bits", "low_bits_product_kernel", (four, width, dtype), 256, dtype)
+
+
 def experts():
     for dtype in TYPES:
         for width in widths(dtype):
@@ -127,4 +135,5 @@ INSTANCES = [
     *lists(),
     *experts(),
     *compressed(),
+    *low_bits(),
 ]

@@ -388,7 +388,7 @@ def test_files_are_short():
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
     "": 4050,
-    "_ops": 1600,  # float8
+    "_ops": 1620,  # float8, products of few tokens with few bits
     "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
     "checkpoint": 4750,
     "debug": 2200,  # one digest of a model, rules of tp_invariant and float8
@@ -397,15 +397,15 @@ BUDGETS = {
     "lightning": 350,
     "low_precision": 900,  # float8
     "mesh_program": 1150,
-    "model": 1750,
+    "model": 1800,  # reasons at branches
     "nn": 6750,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8
     "optim": 1150,
     "outside": 1900,
     "parallel": 4000,  # trees of microbatches
-    "planner": 3300,  # a model as it runs, a CPU as it is measured
+    "planner": 3650,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
     "refit": 1500,  # rows that go without a copy, models that are read again when they changed
     "simulation": 850,
-    "verify": 1550,
+    "verify": 1600,  # reasons at branches
 }
 
 

@@ -17,6 +17,7 @@ import io
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +39,33 @@ FLOAT8 = {"bf16": None, "tensor": Float8("tensor"), "row": Float8("row")}
 LENGTH, BATCH, LAST = 64, 8, 50
 
 
-def _gpt(group: Any, **sizes: int) -> nn.Module:
+@dataclass(frozen=True)
+class Run:
+    steps: int
+    seed: int = 0  # of the weights and of the batches
+    kv_heads: int = 2
+
+
+def _gpt(group: Any, seed: int, **sizes: int) -> nn.Module:
     sys.path.insert(0, str(ROOT / "examples"))
     gpt = importlib.import_module("gpt")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = gpt.GPTConfig(dropout=0.0, num_layers=2, **sizes)
     model: nn.Module = gpt.GPT(config, group)
     return model
 
 
-def _steps(steps: int, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], rank: int, p: int) -> list[float]:
+def _steps(
+    run: Run, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], rank: int = 0, p: int = 1
+) -> list[float]:
     """Trains with a data rank's share of each batch; returns its losses."""
     data = importlib.import_module("data")
     text = torch.frombuffer(bytearray(data.split(data.read_text(None, 4 << 20), LENGTH)[0]), dtype=torch.uint8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for step in range(steps):
-        starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=torch.Generator().manual_seed(step))
+    for step in range(run.steps):
+        generator = torch.Generator().manual_seed(step + run.seed * 1_000_000)
+        starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
         windows = text[starts.tensor_split(p)[rank] + torch.arange(LENGTH + 1)].long()
         loss = loss_of(windows[:, :-1], windows[:, 1:])
         optimizer.zero_grad()
@@ -64,10 +75,10 @@ def _steps(steps: int, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Ten
     return losses
 
 
-def train_with_gradients(group: Any, steps: int, options: dict[str, Any] | None) -> list[float]:
+def train_with_gradients(group: Any, run: Run, options: dict[str, Any] | None) -> list[float]:
     """On a data rank: the loss of each step, the mean over all ranks."""
     model = DistributedDataParallel(
-        _gpt(None, hidden_size=96, num_heads=6, num_kv_heads=3, ffn_hidden_size=256), process_group=group
+        _gpt(None, run.seed, hidden_size=96, num_heads=6, num_kv_heads=3, ffn_hidden_size=256), process_group=group
     )
     if options is not None:
         compress_gradients(model, **options)
@@ -75,14 +86,14 @@ def train_with_gradients(group: Any, steps: int, options: dict[str, Any] | None)
     def loss_of(ids: Tensor, target: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(model(ids).reshape(-1, 256), target.reshape(-1))
 
-    total = torch.tensor(_steps(steps, model, loss_of, group.rank(), group.size()), dtype=torch.float64)
+    total = torch.tensor(_steps(run, model, loss_of, group.rank(), group.size()), dtype=torch.float64)
     torch.distributed.all_reduce(total, group=group)
     return (total / group.size()).tolist()
 
 
-def train_in_float8(group: Any, steps: int, recipe: Float8 | None) -> list[float]:
-    """On a rank of tensor parallelism: the loss of each step. Two KV heads: four ranks have copies."""
-    model: Any = _gpt(group, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=176)
+def train_in_float8(group: Any, run: Run, recipe: Float8 | None) -> list[float]:
+    """On a rank of tensor parallelism: the loss of each step. With two KV heads four ranks have copies."""
+    model: Any = _gpt(group, run.seed, hidden_size=64, num_heads=4, num_kv_heads=run.kv_heads, ffn_hidden_size=176)
     if recipe is not None:
         float8(model, recipe)
 
@@ -91,7 +102,7 @@ def train_in_float8(group: Any, steps: int, recipe: Float8 | None) -> list[float
             loss: Tensor = model.loss(ids, target)
         return loss
 
-    return _steps(steps, model, loss_of, 0, 1)
+    return _steps(run, model, loss_of)
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
@@ -121,6 +132,9 @@ def main() -> int:
     parser.add_argument("kind", choices=["float8", "gradients"])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--ways", nargs="+", help="some of the ways, the plain one first; default: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-heads", type=int, default=2, help="of float8's model, which has 4 heads")
     parser.add_argument("--out", type=Path, help="a CSV file of all losses")
     parser.add_argument("--plot", type=Path, help="a picture of the curves")
     options = parser.parse_args()
@@ -128,6 +142,8 @@ def main() -> int:
     train, ways, axis, most = (
         (train_in_float8, FLOAT8, "tp", 1e-2) if in_float8 else (train_with_gradients, GRADIENTS, "dp", 2e-3)
     )
+    ways = {name: how for name, how in ways.items() if name in (options.ways or ways)}
+    run = Run(options.steps, options.seed, options.kv_heads)
     curves: dict[str, list[float]] = {}
     failed, plain = False, 0.0
     for p in options.ranks or ([1, 2, 4] if in_float8 else [2, 4]):
@@ -135,7 +151,7 @@ def main() -> int:
         for name, how in ways.items():
             if in_float8 and how is None and plain:
                 continue
-            losses = ranks.run(train, p, options.steps, how, timeout=7200)[0]
+            losses = ranks.run(train, p, run, how, timeout=7200)[0]
             curves[f"{name}, {axis} {p}"] = losses
             final = statistics.mean(losses[-LAST:])
             plain = plain or final

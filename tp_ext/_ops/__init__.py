@@ -51,7 +51,7 @@ from tp_ext._ops.linear import (
     linear_2d,
     row_parallel_linear,
 )
-from tp_ext._ops.low_bits import dequantize_low_bits
+from tp_ext._ops.low_bits import dequantize_low_bits, low_bits_product
 from tp_ext._ops.matmul_2d import matmul_2d
 from tp_ext._ops.moe import (
     moe_dot,

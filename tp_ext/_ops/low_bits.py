@@ -17,3 +17,16 @@ def dequantize_low_bits(packed: Tensor, scale: Tensor, block: int | None = None)
     """
     shape = (packed.shape[0], packed.shape[1] * (1 if block is None else 2))
     return packed.new_empty(shape, dtype=torch.float32)
+
+
+@primitive("_low_bits_product")
+def low_bits_product(x: Tensor, packed: Tensor, scale: Tensor, block: int | None = None) -> Tensor:
+    """Returns x W^T, ``[tokens, m]`` in the dtype of x, of the weight that :func:`dequantize_low_bits` gives.
+
+    It reads the bits alone and sums in fp32. Every few tokens read the weight again: it is for few.
+
+    Args:
+        x: fp32, bf16 or fp16 ``[tokens, n]``.
+        packed, scale, block: as there.
+    """
+    return x.new_empty(x.shape[0], packed.shape[0])

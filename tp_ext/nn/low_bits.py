@@ -23,8 +23,10 @@ from tp_ext import _ops
 from tp_ext.group import ALONE, ParallelGroup
 from tp_ext.sharding import Layout, Sharding
 
-_CHUNK = 1 << 18  # elements of a weight that are dequantised at once: fp32 in the cache
-_FEW = 64  # tokens for which the product waits for the weight
+_CHUNK = {"cpu": 1 << 18}  # elements of a weight that are dequantised at once: fp32 in the cache
+_LARGE_CHUNK = 1 << 24  # of other devices, whose products want more rows: some tens of MiB
+_FEW = 32  # tokens for which a product reads the bits alone; more share a weight in fp32
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # [Note: products with frozen weights dequantise rows]
@@ -116,28 +118,34 @@ class LowBits:
         y: Tensor = _Product.apply(x, packed, scale, self)
         return y
 
-    def rows(self, packed: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yields the weight by consecutive rows, which take bounded memory."""
+    def rows(self, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the weight in ``dtype`` by consecutive rows, which take bounded memory."""
         inputs = packed.shape[1] * (2 if self.bits == 4 else 1)
-        step = max(1, _CHUNK // max(1, inputs))
+        step = max(1, _CHUNK.get(packed.device.type, _LARGE_CHUNK) // max(1, inputs))
         for first in range(0, packed.shape[0], step):
             rows = slice(first, first + step)
-            yield rows, self.dequantized(packed[rows], scale[rows])
+            yield rows, self.dequantized(packed[rows], scale[rows]).to(dtype)
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T, dx = dy W, in fp32, rounded once: the values of W have more digits than bf16."""
+    """y = x W^T, dx = dy W, with sums in fp32. Products of half dtypes have W in that dtype where the device has such
+    products; elsewhere, and of few tokens, W has all its digits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, low_bits: LowBits) -> Tensor:
         ctx.save_for_backward(packed, scale)
         ctx.low_bits = low_bits
         flat = _as_rows(x)
-        y = x.new_empty(flat.shape[0], packed.shape[0])
-        if _has_kernel(flat, packed, scale):
+        if _has_torch_kernel(flat, packed, scale):
             return torch._weight_int8pack_mm(flat, packed, scale).view(*x.shape[:-1], packed.shape[0])
-        flat = flat.float()
-        for rows, weight in low_bits.rows(packed, scale):
+        dtype = _product_dtype(x)
+        few = _FEW if dtype == torch.float32 else _FEW // 4  # products in bf16 are that much faster
+        if flat.shape[0] <= few and x.dtype in _DTYPES:
+            y = _ops.low_bits_product(flat, packed, scale, low_bits.block)
+            return y.view(*x.shape[:-1], packed.shape[0])
+        y = x.new_empty(flat.shape[0], packed.shape[0])
+        flat = flat.to(dtype)
+        for rows, weight in low_bits.rows(packed, scale, dtype):
             y[:, rows] = flat @ weight.t()
         return y.view(*x.shape[:-1], packed.shape[0])
 
@@ -145,11 +153,11 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         packed, scale = ctx.saved_tensors
-        flat = _as_rows(dy).float()
+        flat = _as_rows(dy).to(_product_dtype(dy))
         inputs = packed.shape[1] * (2 if ctx.low_bits.bits == 4 else 1)
-        dx = flat.new_zeros(flat.shape[0], inputs)
-        for rows, weight in ctx.low_bits.rows(packed, scale):
-            dx.addmm_(flat[:, rows], weight)
+        dx = flat.new_zeros(flat.shape[0], inputs, dtype=torch.float32)  # so that the chunks' sums do not round
+        for rows, weight in ctx.low_bits.rows(packed, scale, flat.dtype):
+            dx += flat[:, rows] @ weight
         return dx.to(dy.dtype).view(*dy.shape[:-1], inputs), None, None, None
 
 
@@ -158,9 +166,18 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-def _has_kernel(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
-    """Returns whether to use torch's product with int8. It is slower for many tokens, and reads past the end of a
-    weight whose number of inputs is not a multiple of 16."""
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which x is multiplied with many rows of a weight. Without instructions for bf16, or fp16, a
+    CPU is several times faster in fp32."""
+    if x.device.type == "cpu":
+        of_cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if x.dtype == torch.bfloat16 and of_cpu else torch.float32
+    return x.dtype if x.dtype in _DTYPES else torch.float32
+
+
+def _has_torch_kernel(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
+    """Returns whether to use torch's product with int8. It reads past the end of a weight whose number of inputs is not
+    a multiple of 16."""
     return (
         x.device.type == "cpu"
         and 0 < x.shape[0] <= _FEW
