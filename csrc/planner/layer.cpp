@@ -98,6 +98,7 @@ class Pricing {
     double weights = times * in * out;
     if (op.bias) weights += times * (column ? out : op.outputs);
     (op.experts ? layer_.experts : layer_.dense) += weights;
+    if (op.outputs > 0) layer_.tensors += op.bias ? 2 : 1;
     if (replicated && int64_t(op.outputs) == workload_.experts) layer_.routers += weights;
 
     const bool low = op.low_precision;
@@ -122,7 +123,7 @@ class Pricing {
     forward_gemm_ += forward;
 
     const double copies = op.experts ? double(op.top_k) : 1;
-    layer_.saved += op.saved * element * (op.sharded ? tokens_ * sharded_part(op) : own_) * copies;
+    layer_.saved += op.saved * element * (op.sharded ? tokens_ : own_) * copies;
     kept_ += element * times * rows * out;  // the result of the product
     if (replicated) {
       if (split_) tp_call(layer_.weight_grad, Collective::AllReduce, weights * element);
@@ -219,7 +220,14 @@ class Pricing {
     pointwise_forward_ += forward;
     memory(layer_.input_grad, tokens * part * op.moved_backward * layout_.element);
     layer_.saved += tokens * (part * op.saved * layout_.element + op.saved_bytes);
+    if (op.heads) {                                                                // a rotation
+      layer_.saved += 4 * tokens / double(layout_.micro_batch) * op.key_features;  // its tables
+      // The ring has k and v as one tensor, and q is a part of q and k as they were rotated: k twice
+      const double keys = double(heads_of(op.heads, op.kv_heads, layout_.tp).key);
+      if (layout_.cp > 1) layer_.saved += tokens * keys * op.key_features * layout_.element;
+    }
     layer_.dense += double(op.vectors) * op.inputs;
+    layer_.tensors += double(op.vectors);
     for (int64_t i = 0; split_ && i < op.vectors; ++i)
       tp_call(layer_.weight_grad, Collective::AllReduce, op.inputs * layout_.element);
   }
@@ -237,6 +245,10 @@ class Pricing {
       call(backward, Axis::Ep, Collective::AllToAll, experts, payload, 0, 2);
     }
     const double payload = gathered_ * op.inputs * element, weights = gathered_ * copies;
+    // Probabilities in fp32 and choices of own tokens; slots and weights of all, under SP with the
+    // choices, since they are gathered together
+    layer_.saved += own_ * (4 * double(op.experts) + 12 * copies + 4);
+    layer_.saved += tokens_ * (layout_.sequence_parallel ? 16 : 12) * copies;
     const auto sum = [&](Collective kind) {
       const size_t before = forward_traffic_.size();
       const double exposed = forward.tp;
@@ -261,6 +273,7 @@ class Pricing {
 
   void embedding(const Op& op) {
     layer_.dense += op.inputs * sharded_part(op) * op.outputs;
+    ++layer_.tensors;
     layer_.saved += 8 * tokens_;  // the ids
     const double payload = gathered_ * op.outputs * layout_.element;
     memory(layer_.forward, 2 * tokens_ * op.outputs * layout_.element);
@@ -350,6 +363,7 @@ void Costs::add(const Costs& other, double times) {
   dense += other.dense * times;
   experts += other.experts * times;
   routers += other.routers * times;
+  tensors += other.tensors * times;
 }
 
 void add_traffic(std::vector<Traffic>& rows, const Traffic& row, double times) {

@@ -38,6 +38,7 @@ struct Costs {
   double logits = 0;              // bytes of the loss
   double dense = 0, experts = 0;  // parameters of the rank
   double routers = 0;             // of the dense ones those of routers
+  double tensors = 0;             // number of tensors of parameters
 
   void add(const Costs& other, double times);
   double backward() const { return input_grad.total() + weight_grad.total(); }

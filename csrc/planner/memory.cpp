@@ -27,7 +27,6 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
     memory.parameters = layout.param_bytes * (layout.zero == 3 ? shard : whole);
     memory.gradients = layout.grad_bytes * (layout.zero >= 2 ? shard : whole);
     memory.states = layout.offload ? 0 : layout.state_bytes * (layout.zero >= 1 ? shard : whole);
-    if (layout.offload) memory.parameters = memory.gradients = 0;  // and gathered from the host
 
     double recomputed = 0, largest = 0, around = 0;  // the largest block, and what is around them
     for (const int64_t index : own[rank]) {

@@ -229,9 +229,13 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     call(Collective::AllReduce, data, layout.pp > 1 ? 1 : buckets,
          layout.pp > 1 ? bytes : bytes / buckets, hidden, 1);
     call(Collective::AllReduce, of_experts, 1, layout.grad_bytes * of_some, 0, 1);
-    if (layout.zero == 1)  // each rank's parameters after the step of the optimizer
-      call(Collective::Broadcast, data, double(data.size),
-           layout.param_bytes * (dense + experts) / double(data.size), 0, 1);
+    if (layout.zero ==
+        1) {  // each parameter after the step of the optimizer, by the rank that has it
+      double tensors = workload_.tied && layout.pp == 1 ? -1 : 0;
+      for (const int64_t index : own) tensors += stages[index].costs.tensors;
+      call(Collective::Broadcast, data, tensors, layout.param_bytes * (dense + experts) / tensors,
+           0, 1);
+    }
     return exposed;
   }
   // Their exposed time is in the passes; of each block, and of what is around the blocks
@@ -263,12 +267,14 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
   return before;
 }
 
-// Adam reads parameters, gradients and states and writes all but the gradients
+// Adam reads parameters, gradients and states and writes all but the gradients. With offload the host
+// does it while the device waits: gradients go there, and parameters come back
 double Planner::optimizer_time(const Layout& layout, const Memory& memory) const {
   const double shards = layout.zero >= 1 ? double(layout.shards()) : 1;
   double parameters = memory.parameters, gradients = memory.gradients;
   if (layout.zero == 1 || layout.zero == 2) parameters /= shards;
   if (layout.zero == 1) gradients /= shards;
+  if (layout.offload) return (parameters + gradients) / kHostLink;
   const double moved = 2 * parameters + gradients + 2 * memory.states;
   return moved / machine_.optimizer_bandwidth;
 }

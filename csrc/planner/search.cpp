@@ -27,8 +27,7 @@ bool is_legal(const Layout& layout, const Workload& workload, int64_t global_bat
   if (tp > std::max<int64_t>(1, workload.heads)) return false;
   if (workload.kv_heads && workload.kv_heads < tp && tp % workload.kv_heads) return false;
   if (layout.ep > std::max<int64_t>(1, workload.experts)) return false;
-  if (layout.dp * layout.ep * layout.micro_batch > global_batch) return false;
-  if (layout.offload && layout.zero < 2) return false;
+  if (std::max(layout.dp * layout.ep, layout.micro_batch) > global_batch) return false;
   if (layout.ep > 1 && layout.zero == 1) return false;
   if (layout.ep > 1 && layout.zero > 1 && layout.recompute == Recompute::Selective) return false;
   if (layout.pp == 1) return layout.virtual_stages == 1;

@@ -27,8 +27,8 @@ class Block(nn.Module):
         else:
             self.mlp = tp_ext.ParallelMLP(h, sizes["ffn"], activation="swiglu", bias=False, **tp)
 
-    def forward(self, x: Tensor, layout: tp_ext.ContextLayout) -> Tensor:
-        x = x + self.attention(self.norm1(x), layout=layout)
+    def forward(self, x: Tensor, layout: tp_ext.ContextLayout | None = None, batch_size: int | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), batch_size=batch_size, layout=layout)
         y: Tensor = x + self.mlp(self.norm2(x))
         return y
 
@@ -48,10 +48,10 @@ class Model(nn.Module):
     def pipeline_parts(self) -> tuple[list[Any], nn.ModuleList, list[nn.Module]]:
         return [torch.flatten, self.embedding], self.blocks, [self.norm, self.head]
 
-    def forward(self, ids: Tensor, layout: tp_ext.ContextLayout) -> Tensor:
+    def forward(self, ids: Tensor, layout: tp_ext.ContextLayout | None = None) -> Tensor:
         x = self.embedding(ids.flatten())
         for block in self.blocks:
-            x = block(x, layout)
+            x = block(x, layout, len(ids) if layout is None else None)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

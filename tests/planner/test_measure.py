@@ -29,6 +29,16 @@ def test_ranks_agree_on_their_profile():
     assert predict(MODEL, first, Layout(tp=2, dtype="fp32"), 4).step_time > 0
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="minutes: 0 must be a finite number above 0"):
-        measure(minutes=0)
+@pytest.mark.parametrize(
+    "arguments, error, says",
+    [
+        ({"minutes": 0}, ValueError, "minutes: 0 must be a finite number above 0"),
+        ({"device": "tpu"}, ValueError, "device: 'tpu' must be 'cpu', or 'cuda' with a GPU"),
+        ({"device": "meta"}, ValueError, "device: 'meta' must be 'cpu', or 'cuda' with a GPU"),
+        ({"device": "cuda:64"}, ValueError, "device: 'cuda:64' must be 'cpu', or 'cuda' with a GPU"),
+        ({"device": 3}, TypeError, "device: 3 must be a torch.device, its name or None"),
+    ],
+)
+def test_bad_input(arguments, error, says):
+    with pytest.raises(error, match=says):
+        measure(**arguments)

@@ -110,7 +110,7 @@ def _bytes(tensors):
 )
 def test_collectives_and_bytes_are_those_counted(seed):
     """Number and bytes of each kind along each axis. Of the sums of norms' gradients the bytes alone, since a block's
-    are one call; so those of the data axes of ZeRO 0 and 1, whose buckets torch chooses. Of exchanges over ep the
+    are one call; so those of gradients, whose buckets torch chooses. Of exchanges over ep the
     number alone: a prediction takes even routing."""
     layout, kv_heads, batch = drawn(seed)
     sizes = SIZES | {"kv_heads": kv_heads} | (EXPERTS if seed % 2 else {})
@@ -125,7 +125,7 @@ def test_collectives_and_bytes_are_those_counted(seed):
         for (axis, kind, what), number in want.items():
             if (axis, kind, what) == ("ep", "all_to_all", "bytes"):
                 continue
-            if what == "bytes" or not (kind == "all_reduce" or (axis == "dp" and layout.zero < 2)):
+            if what == "bytes" or kind != "all_reduce":
                 assert totals[axis, kind, what] == pytest.approx(number), (axis, kind, what, layout)
         assert {key[:2] for key in totals} <= {key[:2] for key in want}, layout
     for stage, memory in enumerate(got.memory):
@@ -139,3 +139,46 @@ def test_collectives_and_bytes_are_those_counted(seed):
         assert most[0] == pytest.approx(kept) and most[1] == pytest.approx(memory.gradients)
         if layout.zero != 1:  # whole parameters to ranks
             assert most[2] == pytest.approx(memory.states)
+
+
+LARGER = SIZES | {"layers": 2, "hidden": 256, "ffn": 512, "seq": 64}  # of which numbers of a token are a small part
+SAVED = {
+    "heads": ({}, {}),
+    "KV heads": ({}, {"kv_heads": 2}),
+    "tensors": ({"tp": 2}, {"kv_heads": 4}),
+    "no SP": ({"tp": 2, "sequence_parallel": False}, {}),
+    "copied KV heads": ({"tp": 4}, {"kv_heads": 2}),
+    "context": ({"tp": 2, "cp": 2}, {}),
+    "experts": ({}, EXPERTS | {"expert_ffn": 512}),
+    "tensors of experts": ({"tp": 2}, EXPERTS | {"expert_ffn": 512}),
+    "experts, no SP": ({"tp": 2, "sequence_parallel": False}, EXPERTS | {"expert_ffn": 512}),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_bytes_are_those_kept(name):
+    """Of a microbatch's forward, without the loss: distinct storages that autograd keeps, parameters not counted."""
+    axes, more = SAVED[name]
+    layout = Layout(dp=1, micro_batch=2, dtype="fp32", **axes)
+    sizes = {"kv_heads": SIZES["heads"]} | LARGER | more
+
+    def run(rank, mesh):
+        model = Model(sizes, mesh, layout.sequence_parallel)
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        tokens = tp_ext.ContextLayout(batch=layout.micro_batch, seq=sizes["seq"], group=mesh["cp"])
+        ids = tokens.shard(torch.randint(sizes["vocab"], (layout.micro_batch, sizes["seq"])), 1)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = model(ids, layout=tokens if layout.cp > 1 else None)
+        return sum(kept.values()), y  # whose graph lives until all have counted
+
+    got = predict(planner.transformer(**sizes), planner.cluster("cpu", layout.ranks), layout, 2)
+    counted = tp_ext.debug.simulate(run, {axis: getattr(layout, axis) for axis in ("pp", "dp", "ep", "cp", "tp")})
+    assert [saved for saved, _ in counted] == [got.memory[0].activations] * layout.ranks

@@ -1,19 +1,14 @@
-"""The search: against brute force on small spaces, complete over legal layouts, fast; and the command."""
+"""The search: against brute force on small spaces, complete over legal layouts, and fast."""
 
 import contextlib
 import dataclasses
 import itertools
-import json
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.planner.test_values import LLAMA_70B
 from tp_ext import planner
 from tp_ext.planner import Layout, predict, search
-from tp_ext.planner.__main__ import main
 
 SMALL = {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 2, "ffn": 2816, "vocab": 32000, "seq": 2048}
 DENSE = planner.transformer(**SMALL)
@@ -131,59 +126,3 @@ def test_bad_input(change, error, says):
     arguments = {"workload": DENSE, "cluster": machine(8), "global_batch": 16, **change}
     with pytest.raises(error, match=says):
         search(**arguments)
-
-
-@pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA_70B))
-    return path
-
-
-def command(config, gpus=64, *more):
-    return ["--model", str(config), "--gpus", str(gpus), "--device", "h100-sxm", "--global-batch", "256", *more]
-
-
-def test_the_command_prints_ten_layouts(config, capsys):
-    assert main(command(config)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "70.55 billion parameters" in lines[0] and len(lines) == 2 + 10 + 1
-    times = [float(line.split()[0]) for line in lines[2:12]]
-    assert times == sorted(times) and "needs " in lines[-1] and " GiB of 78" in lines[-1]
-
-
-def test_the_command_says_by_how_much_nothing_fits(config, capsys):
-    assert main(command(config, 8)) == 1
-    assert "nothing fits; the nearest is short by " in capsys.readouterr().out
-
-
-def test_the_command_prints_json(config, capsys):
-    assert main(command(config, 64, "--json", "--layout", "tp=4|8,pp=8,recompute=full")) == 0
-    read = json.loads(capsys.readouterr().out)
-    assert {row["layout"]["tp"] for row in read["best"]} <= {4, 8} and read["count"] > 10
-    assert Layout.from_json(json.dumps(read["best"][0]["layout"])).pp == 8
-
-
-@pytest.mark.parametrize(
-    "more, says",
-    [
-        (["--layout", "tensor=8"], "fixed: 'tensor' must be one of"),
-        (["--layout", "tp"], "--layout: 'tp' must be of the form name=value"),
-        (["--layout", "tp=3"], "must leave a legal layout of 64 devices"),
-        (["--device", "tpu"], "name: 'tpu' must be one of"),
-        (["--model", "/nowhere"], "config: '/nowhere' must be a file"),
-        (["--gpus", "0"], "count: 0 must be"),
-        (["--objective", "money"], "objective: 'money' must be one of"),
-    ],
-)
-def test_bad_arguments_of_the_command(config, more, says, capsys):
-    assert main(command(config, 64, *more)) == 2
-    error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1
-
-
-def test_the_command_runs_as_a_module(config):
-    done = subprocess.run(
-        [sys.executable, "-m", "tp_ext.planner", *command(config, 0)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "count: 0 must be" in done.stderr

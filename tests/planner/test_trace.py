@@ -97,7 +97,17 @@ def with_biases(workload):
     return dataclasses.replace(workload, blocks=(dataclasses.replace(block, ops=ops),))
 
 
-GQA = planner.transformer(**SIZES, kv_heads=2)
+def with_shared_tables(workload):
+    """Of an unchanged model a rotation is operators of its own, whose tables all layers share."""
+    (block,) = workload.blocks
+    ops = tuple(
+        dataclasses.replace(op, heads=0, kv_heads=0, key_features=0) if op.kind == "pointwise" else op
+        for op in block.ops
+    )
+    return dataclasses.replace(workload, blocks=(dataclasses.replace(block, ops=ops),))
+
+
+GQA = with_shared_tables(planner.transformer(**SIZES, kv_heads=2))
 OLD = {"gated": False, "bias": True}
 MODELS = {
     "gpt2": (lambda: hf("GPT2"), planner.transformer(**SIZES, **OLD, positions=True, tied=True)),
@@ -202,7 +212,8 @@ def test_the_model_whose_collectives_are_counted(kv_heads):
     """The plain model of the same sizes has the workload of tests/planner/test_prediction_counted.py."""
     sizes = counted.SIZES
     traced = planner.trace(on_meta(lambda: hf("Llama", sizes, num_key_value_heads=kv_heads)), (ids(seq=sizes["seq"]),))
-    assert dataclasses.replace(traced, name="transformer") == planner.transformer(**sizes, kv_heads=kv_heads)
+    want = with_shared_tables(planner.transformer(**sizes, kv_heads=kv_heads))
+    assert dataclasses.replace(traced, name="transformer") == want
 
 
 def test_experts():
@@ -330,6 +341,15 @@ class Shared(Plain):
 def test_bad_input(make, example, error, says):
     with pytest.raises(error, match=says):
         planner.trace(on_meta(make), example)
+
+
+def test_tokens_are_those_of_the_example():
+    model, example = on_meta(Plain), (ids(batch=3, seq=8),)
+    assert planner.trace(model, example, 3 * 8) == planner.trace(model, example)
+    with pytest.raises(ValueError, match="tokens: 25 must be those of the example, 24"):
+        planner.trace(model, example, 25)
+    with pytest.raises(ValueError, match="tokens: 0 must be an integer of at least 1, or None"):
+        planner.trace(model, example, tokens=0)
 
 
 @pytest.mark.parametrize("options, says", [({"causal": 1}, "causal: 1 must be"), ({"name": 3}, "name: 3 must be text")])

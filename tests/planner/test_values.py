@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tp_ext import planner
-from tp_ext.planner import Cluster, Device, EfficiencyCurve, Layout, Link
+from tp_ext.planner import Block, Cluster, Device, EfficiencyCurve, Layout, Link, Op, Workload
 
 LLAMA_70B = {
     "model_type": "llama",
@@ -70,9 +70,18 @@ def test_presets(name):
     device = planner.device(name)
     assert device.name == name and device.memory > device.reserve
     assert device.reserve == (0 if name == "cpu" else 2 * 2**30)
-    assert name == "cpu" or planner.SOURCES[name].startswith("https://")
+    assert planner.SOURCES[name].startswith("assumed" if name == "cpu" else "https://")
     inner = planner.cluster(name, 1024).links[0].group_size
     assert inner == (64 if name in ("gb200", "gb300") else 8)
+
+
+@pytest.mark.parametrize(
+    "name, reported",
+    [("h100-sxm", 81559), ("h200", 143771), ("b200", 183359), ("gb200", 189471), ("b300", 275040), ("gb300", 284208)],
+)
+def test_memory_is_that_of_data_sheets_in_the_gib_that_devices_report(name, reported):
+    """MiB of nvidia-smi."""
+    assert 0.99 <= reported * 2**20 / planner.device(name).memory <= 1
 
 
 def test_parameters_of_published_models():
@@ -130,6 +139,33 @@ def test_a_share_for_the_optimizer():
     assert times[1]["memory_bound"] == times[0]["memory_bound"]
 
 
+def test_forms_of_blocks():
+    """Norms and biases of families; tests/planner/test_config.py has their models."""
+    sizes = {"layers": 4, "hidden": 8, "heads": 4, "kv_heads": 2, "vocab": 16, "seq": 4}
+    base, width = planner.transformer(**sizes).parameters, 2 * 2 + 2 * 4
+    for more, added in (
+        ({"bias": True}, 4 * (16 + 8 + 2 * 32 + 8)),
+        ({"bias": ("qkv", "head")}, 4 * 16 + 16),
+        ({"norms": 4}, 4 * 2 * 8),
+        ({"norms": 1}, -4 * 8),
+        ({"norm": "plain"}, -9 * 8),
+        ({"qk_norm": "head"}, 4 * 2 * 2),
+        ({"qk_norm": "all"}, 4 * width),
+        ({"embedding_norm": True, "positions": 7}, 8 + 7 * 8),
+    ):
+        assert planner.transformer(**sizes, **more).parameters == base + added
+    experts = {"experts": 3, "top_k": 1, "expert_ffn": 5, "shared_ffn": 6, "shared_gate": True}
+    mixed = planner.transformer(**sizes, **experts, dense_layers=(0, 2))
+    assert [block.layers for block in mixed.blocks] == [1, 1, 1, 1] and mixed.blocks[0] == mixed.blocks[2]
+    assert mixed.parameters == base + 2 * (8 * 3 + 3 * 3 * 8 * 5 + 3 * 8 * 6 + 8 - 3 * 8 * 32)
+
+
+def test_a_parallel_block_keeps_the_input_of_both_once():
+    sizes = {"layers": 1, "hidden": 64, "heads": 4, "vocab": 16, "seq": 8}
+    two, one = (sum(op.saved for op in planner.transformer(**sizes, norms=norms).blocks[0].ops) for norms in (2, 1))
+    assert two - one == 2 * 64  # a norm's, and that of the MLP
+
+
 def test_a_layout_resolves_and_counts():
     layout = Layout(pp=2, tp=4).resolve(64)
     assert (layout.dp, layout.ranks, layout.microbatches(30)) == (8, 64, 4)  # uneven: the longest
@@ -158,12 +194,34 @@ def test_arguments_of_parallelize():
 
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 16, "seq": 4}
+ONE_LINK = [Link(0, 1)]
+OP = Op("column", 8, 8)
+WORK = {"name": "w", "hidden": 8, "seq": 4, "heads": 2, "kv_heads": 2, "vocab": 0, "first": (), "last": ()}
+WORK["blocks"] = (Block(1, (OP,)),)
+
+
+def transformer(**options):
+    return planner.transformer(**{**SIZES, **options})
+
+
 BAD = [
     (lambda: planner.device("h100"), ValueError, "name: 'h100' must be one of"),
     (lambda: planner.cluster("a100-80", 0), ValueError, "count: 0 must be an integer of at least 1"),
     (lambda: dataclasses.replace(DEVICE, peak={"int8": 1.0}), ValueError, "peak: 'int8' must be one of fp32"),
     (lambda: dataclasses.replace(DEVICE, peak={"bf16": 0}), ValueError, r"peak\['bf16'\]: 0 must be"),
     (lambda: dataclasses.replace(DEVICE, memory=-1), ValueError, "memory: -1 must be a finite number above 0"),
+    (lambda: dataclasses.replace(DEVICE, peak=[1]), TypeError, r"peak: \[1\] must be a dict of numbers"),
+    (lambda: dataclasses.replace(DEVICE, reserve=1e10), ValueError, "reserve: 1.* must be below memory, 1"),
+    (lambda: EfficiencyCurve(tile=(0, 1)), ValueError, r"tile: \(0, 1\) must be two integers of at least 1"),
+    (lambda: EfficiencyCurve(tile=(1, 2, 3)), ValueError, r"tile: \(1, 2, 3\) must be two integers"),
+    (lambda: EfficiencyCurve(table=((1, 2),)), ValueError, r"table: \(1, 2\) must be \(m, n, k, dtype, share"),
+    (lambda: EfficiencyCurve(table=((1, 2, 0, "bf16", 1.0),)), ValueError, r"table: \(1, 2, 0, .* must be \(m, n"),
+    (lambda: EfficiencyCurve(table=((1, 2, 3, "int8", 1.0),)), ValueError, "dtype of table row .*: 'int8' must be one"),
+    (lambda: EfficiencyCurve(table=((1, 2, 3, "bf16", 0),)), ValueError, "share of table row .*: 0 must be a finite"),
+    (lambda: EfficiencyCurve(table=3), TypeError, "table: 3 must be a tuple of rows"),
+    (lambda: EfficiencyCurve(share={"int8": 0.5}), ValueError, "share: 'int8' must be one of fp32, bf16, fp8, fp4"),
+    (lambda: EfficiencyCurve(share={"bf16": 5}), ValueError, r"share\['bf16'\]: 5 must be at most 1"),
+    (lambda: EfficiencyCurve(share=[1]), TypeError, r"share: \[1\] must be a dict of numbers"),
     (lambda: DEVICE.flops("fp8"), ValueError, "dtype: 'fp8' needs the peak of 'fp8', and d has bf16"),
     (lambda: DEVICE.flops("int4"), ValueError, "dtype: 'int4'"),
     (lambda: Link(-1, 1e9), ValueError, "latency: -1 must be"),
@@ -173,6 +231,9 @@ BAD = [
     (lambda: Cluster(DEVICE, 16, [Link(0, 1, 8), Link(0, 1, 12), Link(0, 1)]), ValueError, "multiples of those before"),
     (lambda: Cluster("h100", 16, [Link(0, 1)]), TypeError, "device: 'h100' must be a Device"),
     (lambda: Cluster(DEVICE, 1, [Link(0, 1)], constants={"speed": 1}), ValueError, "constants: 'speed' must be"),
+    (lambda: Cluster(DEVICE, 1, ONE_LINK, constants=[1]), TypeError, r"constants: \[1\] must be a dict of numbers"),
+    (lambda: Cluster(DEVICE, 1, ONE_LINK, fit_error="1"), ValueError, "fit_error: '1' must be a finite number"),
+    (lambda: planner.cluster("tpu", 8), ValueError, "device_name: 'tpu' must be one of a100-40"),
     (lambda: Layout(tp=0), ValueError, "tp: 0 must be an integer of at least 1"),
     (lambda: Layout(zero=4), ValueError, "zero: 4 must be one of 0, 1, 2, 3"),
     (lambda: Layout(virtual=2), ValueError, "virtual: 2 must be 1 without a pipeline"),
@@ -180,17 +241,51 @@ BAD = [
     (lambda: Layout(pp=2, schedule="GPipe", virtual=2), ValueError, "virtual: 2 must be 1 with GPipe"),
     (lambda: Layout(recompute="some"), ValueError, "recompute: 'some' must be one of None, selective"),
     (lambda: Layout(dtype="int8"), ValueError, "dtype: 'int8' must be one of fp32"),
-    (lambda: Layout(offload=True), ValueError, "offload: True needs zero = 2 or 3"),
-    (lambda: planner.transformer(**SIZES, kv_heads=3), ValueError, "kv_heads: 3 must divide heads, 4"),
-    (lambda: planner.transformer(**{**SIZES, "layers": 0}), ValueError, "layers: 0 must be"),
-    (lambda: planner.transformer(**SIZES, experts=4), ValueError, "top_k: 0 must be between 1 and experts, 4"),
-    (lambda: planner.transformer(**SIZES, mla={"kv_lora_rank": 4}), ValueError, "mla: .* must have the keys"),
-    (lambda: planner.from_config("/nowhere/config.json"), ValueError, "config: '/nowhere/config.json' must be a file"),
+    (lambda: Layout(dp=1, offload=True).arguments(8), ValueError, "offload: True needs zero = 2 or 3"),
+    (lambda: transformer(kv_heads=3), ValueError, "kv_heads: 3 must divide heads, 4"),
+    (lambda: transformer(kv_heads=0), ValueError, "kv_heads: 0 must be an integer of at least 1"),
+    (lambda: transformer(ffn=0), ValueError, "ffn: 0 must be an integer of at least 1"),
+    (lambda: transformer(experts=2, top_k=1, expert_ffn=0), ValueError, "expert_ffn: 0 must be an integer of at least"),
+    (lambda: transformer(head_dim=0), ValueError, "head_dim: 0 must be an integer of at least 1"),
+    (lambda: transformer(hidden=10), ValueError, "hidden: 10 must be a multiple of heads, 4, unless head_dim is given"),
+    (lambda: transformer(layers=0), ValueError, "layers: 0 must be"),
+    (lambda: transformer(name=3), TypeError, "name: 3 must be a string"),
+    (lambda: transformer(experts=4), ValueError, "top_k: 0 must be between 1 and experts, 4"),
+    (lambda: transformer(mla={"kv_lora_rank": 4}), ValueError, "mla: .* must have the keys"),
+    (lambda: transformer(mla=3), TypeError, "mla: 3 must be a dict or None"),
+    (lambda: transformer(bias="qkv"), ValueError, "bias: 'qkv' must be True, False or a tuple of qkv, out, mlp, head"),
+    (lambda: transformer(bias=("gate",)), ValueError, "bias: .*'gate'.* must be True, False or a tuple of qkv"),
+    (lambda: transformer(positions=-1), ValueError, "positions: -1 must be an integer of at least 1"),
+    (lambda: transformer(norm="batch"), ValueError, "norm: 'batch' must be one of None, rms, layer, plain"),
+    (lambda: transformer(norms=3), ValueError, "norms: 3 must be one of 1, 2, 4"),
+    (lambda: transformer(rope="yes"), ValueError, "rope: 'yes' must be one of None, True, False"),
+    (lambda: transformer(qk_norm=True), ValueError, "qk_norm: True must be one of None, head, all"),
+    (lambda: transformer(experts=2, top_k=1, dense_layers=3), ValueError, "dense_layers: 3 must be at most layers, 2"),
+    (lambda: transformer(experts=2, top_k=1, dense_layers=[2]), ValueError, r"dense_layers: \[2\] must be numbers of"),
+    (lambda: Op("nonsense"), ValueError, "kind: 'nonsense' must be one of column, row"),
+    (lambda: Op("column", -1), ValueError, "inputs: -1 must be an integer of at least 0"),
+    (lambda: Op("column", units=0), ValueError, "units: 0 must be an integer of at least 1"),
+    (lambda: Op("pointwise", saved="x"), ValueError, "saved: 'x' must be a finite number of at least 0"),
+    (lambda: Op("column", bias=1), TypeError, "bias: 1 must be True or False"),
+    (lambda: Op("attention", heads=4), ValueError, "kv_heads: 0 must divide heads, 4"),
+    (lambda: Block(0, (OP,)), ValueError, "layers: 0 must be an integer of at least 1"),
+    (lambda: Block(1, OP), TypeError, "ops: Op.* must be a tuple of Op"),
+    (lambda: Workload(**{**WORK, "name": 3}), TypeError, "name: 3 must be a string"),
+    (lambda: Workload(**{**WORK, "hidden": 0}), ValueError, "hidden: 0 must be an integer of at least 1"),
+    (lambda: Workload(**{**WORK, "blocks": ()}), ValueError, r"blocks: \(\) must have at least one Block"),
+    (lambda: Workload(**{**WORK, "blocks": (OP,)}), TypeError, "blocks: .* must be a tuple of Block"),
+    (lambda: Workload(**{**WORK, "first": None}), TypeError, "first: None must be a tuple of Op"),
+    (lambda: Workload(**WORK, tied=1), TypeError, "tied: 1 must be True or False"),
+    (lambda: Workload.from_json("{"), ValueError, "text: '{' must be JSON: Expecting"),
+    (lambda: Workload.from_json(3), TypeError, "text: 3 must be a string"),
     (
-        lambda: planner.from_config({"model_type": "x"}),
+        lambda: Workload.from_json("{}"),
         ValueError,
-        "of model_type 'x' must have one of the keys",
+        "text: {} must be an object with the fields blocks, .*of Workload",
     ),
+    (lambda: Block.from_json('{"layers": 1, "ops": [3]}'), ValueError, "text: 3 must be an object .* of Op"),
+    (lambda: Block.from_json('{"layers": 1, "ops": 3}'), TypeError, "ops: 3 must be a tuple of Op"),
+    (lambda: EfficiencyCurve.from_json('{"tile": [1]}'), ValueError, r"tile: \(1,\) must be two integers"),
 ]
 
 
@@ -198,11 +293,3 @@ BAD = [
 def test_bad_input(call, error, says):
     with pytest.raises(error, match=says):
         call()
-
-
-def test_a_config_file_or_its_folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    assert planner.from_config(tmp_path) == planner.from_config(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold a JSON object"):
-        planner.from_config(tmp_path)

@@ -2,6 +2,7 @@
 machine is rented. No process group and no GPU; seconds, bytes, FLOP/s."""
 
 from tp_ext.planner.calibrate import calibrate
+from tp_ext.planner.config import from_config
 from tp_ext.planner.goodput import Goodput, goodput
 from tp_ext.planner.layout import Layout
 from tp_ext.planner.machine import Cluster, Device, EfficiencyCurve, Link
@@ -11,7 +12,7 @@ from tp_ext.planner.prediction import CollectiveRow, Prediction, StageMemory, pr
 from tp_ext.planner.presets import SOURCES, cluster, device
 from tp_ext.planner.search import search
 from tp_ext.planner.trace import trace
-from tp_ext.planner.workload import Block, Op, Workload, from_config, transformer
+from tp_ext.planner.workload import Block, Op, Workload, transformer
 
 __all__ = [
     "SOURCES",

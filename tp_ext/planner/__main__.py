@@ -5,17 +5,37 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
 
+from tp_ext.planner.config import from_config
+from tp_ext.planner.layout import Layout
 from tp_ext.planner.prediction import GIB, Prediction, predict
 from tp_ext.planner.presets import SOURCES, cluster
 from tp_ext.planner.search import Found, search
-from tp_ext.planner.workload import Workload, from_config
+from tp_ext.planner.workload import Workload
+
+# Names of arguments -> options
+_OPTIONS = {field.name: f"--layout: {field.name}" for field in fields(Layout)} | {
+    "config": "--model",
+    "count": "--gpus",
+    "device_name": "--device",
+    "global_batch": "--global-batch",
+    "seq": "--seq",
+    "fixed": "--layout",
+    "objective": "--objective",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m tp_ext.planner",
         description="Ranks the layouts of a training by their predicted step time, or predicts the step of one.",
         epilog="exit code: 0, 1 if nothing fits the memory, 2 for wrong arguments",
@@ -33,8 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--objective", default="step_time", help="step_time or memory (default: step_time)")
     parser.add_argument("--draw", metavar="PATH", help="picture of the step of the best layout, such as step.png")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parse_args(arguments)
+        if options.draw:
+            _check_writable(options.draw)
         workload = from_config(options.model, seq=options.seq)
         machine = cluster(options.device, options.gpus)
         fixed = _fixed(options.layout)
@@ -44,24 +66,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if layouts and options.draw:
             layouts[0].draw(options.draw)
     except (TypeError, ValueError, OSError, ImportError) as error:
-        print(f"python -m tp_ext.planner: {error}", file=sys.stderr)
+        name, colon, rest = str(error).partition(":")
+        text = " ".join(f"{_OPTIONS.get(name, name)}{colon}{rest}".split())  # a line
+        print(f"python -m tp_ext.planner: {text}", file=sys.stderr)
         return 2
     print(_json(layouts) if options.json else _table(workload, layouts))
     return 0 if layouts else 1
+
+
+def _check_writable(path: str) -> None:
+    """Raises ValueError if no file can be written there; leaves none."""
+    there = Path(path).exists()
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--draw: {path!r} must be a file that can be written: {error}") from error
+    if not there:
+        Path(path).unlink()
 
 
 def _fixed(text: str) -> dict[str, Any]:
     """Returns the values of ``"tp=4|8,recompute=full"``.
 
     Raises:
-        ValueError: no such name, or a part of another form.
+        ValueError: no such name, one that is given twice, or a part of another form.
     """
     fixed: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, values = part.partition("=")
+        name = name.strip()
         if not equals or not values:
             raise ValueError(f"--layout: {part!r} must be of the form name=value")
-        fixed[name.strip()] = [_value(text.strip()) for text in values.split("|")]
+        if name in fixed:
+            raise ValueError(f"--layout: {name!r} must be given once; several values are {name}=4|8")
+        fixed[name] = [_value(text.strip()) for text in values.split("|")]
     return fixed
 
 
@@ -80,7 +119,7 @@ def _table(workload: Workload, layouts: Found) -> str:
         lines.append(f"nearest of those that do not fit: {reason}: {layout}")
         if not layouts:
             nearest = predict(workload, layouts.cluster, layout, layouts.global_batch)
-            lines.append(f"nothing fits; the nearest is {nearest.why()}")
+            lines += [f"nothing fits; the nearest is {nearest.why()}", str(nearest)]
     return "\n".join(lines)
 
 

@@ -26,7 +26,10 @@ def pipeline_actions(schedule: str, pp: int, virtual: int, microbatches: int) ->
     """
     check_schedule(schedule)
     known = SCHEDULES[schedule]
-    number_of_stages_per_rank(known, virtual)
+    try:
+        number_of_stages_per_rank(known, virtual)
+    except ValueError as error:  # which names the argument of pipeline_stages
+        raise ValueError(str(error).replace("stages_per_rank", "virtual", 1)) from None
     check_microbatches(known, microbatches, pp, pp * virtual)
     if schedule == "1F1B":
         return tuple(_one_forward_one_backward(rank, pp, microbatches) for rank in range(pp))

@@ -17,13 +17,13 @@ from tp_ext.planner.workload import Workload
 Row = tuple[Workload, Layout, int, float] | tuple[Workload, Layout, int, float, int]
 """A measured step: workload, layout, global batch, seconds, and the number of devices, by default the cluster's."""
 
-MOST_CONSTANTS = 5
-# How far a factor may be from 1, as the deviation of its logarithm: kernels of libraries are known best, and shares of
-# links that ZeRO reaches least
+MAX_CONSTANTS = 5
+# How far a factor may be from 1, as the deviation of its logarithm. Assumed: kernels of libraries are known best, and
+# shares of links that ZeRO reaches least
 _PRIORS = {"gemm": 0.2, "memory": 0.2, "attention": 0.2, "inner": 0.3, "outer": 0.5, "gather": 1.5}
-_MEASURED = 0.02  # the deviation of a measured step, and of what the model leaves out
+_MEASURED = 0.02  # the deviation of a measured step, and of what the model leaves out; assumed
 _HUBER = 1.345  # of the deviation: 95 % as efficient as squares where all errors are normal
-_STEP, _ROUNDS = 1e-3, 40
+_STEP, _ROUNDS = 1e-3, 40  # of the derivatives, and at most: it ends when nothing changes any more
 
 
 def calibrate(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
@@ -101,7 +101,7 @@ def _names(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, 
     node = cluster.links[0].group_size or cluster.count
     if any(count > node for *_, count in rows) and len(cluster.links) > 1:
         names.append("outer")
-    return names[:MOST_CONSTANTS]
+    return names[:MAX_CONSTANTS]
 
 
 def _fit(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, int]]) -> Cluster:

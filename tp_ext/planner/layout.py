@@ -32,8 +32,8 @@ class Layout(Value):
         recompute: None, ``"selective"`` or ``"full"`` of :func:`tp_ext.parallelize`; ``"attention"``, the scores and
             softmax again (Korthikanti et al., arXiv:2205.05198); ``"half"``, as selective and every second product
             again (torchtitan's selective checkpointing per operator).
-        offload: parameters, gradients and states are in the host's memory. overlap_tp: collectives of tp run next to
-            their GEMMs, in chunks.
+        offload: the states of the optimizer are in the host's memory, where it runs. overlap_tp: collectives of tp run
+            next to their GEMMs, in chunks.
         dtype: of the GEMMs of blocks: ``fp32``, ``fp16``, ``bf16``, ``fp8``, ``mxfp8``, ``nvfp4``; attention and head
             of the last three are in bf16. param_dtype, grad_dtype: of parameters and of their gradients.
     """
@@ -72,8 +72,6 @@ class Layout(Value):
             raise ValueError(f"virtual: {self.virtual} must be 2 with {self.schedule}")
         if self.virtual > 1 and not known.looped and not known.v:
             raise ValueError(f"virtual: {self.virtual} must be 1 with {self.schedule}")
-        if self.offload and self.zero < 2:
-            raise ValueError(f"offload: True needs zero = 2 or 3, and zero is {self.zero}")
 
     @property
     def torch_schedule(self) -> str:
@@ -116,7 +114,8 @@ class Layout(Value):
 
         Raises:
             ValueError: what ``parallelize`` does not do: ``recompute`` ``"attention"`` or ``"half"``, a dtype of 8 or 4
-                bits, ``overlap_tp``, other numbers of stages than 2 of schedules that have several.
+                bits, ``overlap_tp``, ``offload`` without ZeRO 2 or 3, other numbers of stages than 2 of schedules that
+                have several.
         """
         if self.recompute in ("attention", "half"):
             raise ValueError(f"recompute: {self.recompute!r} must be None, 'selective' or 'full' for parallelize")
@@ -124,6 +123,8 @@ class Layout(Value):
             raise ValueError(f"dtype: {self.dtype!r} must be one of {', '.join(STORED)} for parallelize")
         if self.overlap_tp:
             raise ValueError("overlap_tp: True must be False for parallelize")
+        if self.offload and self.zero < 2:
+            raise ValueError(f"offload: True needs zero = 2 or 3 for parallelize, and zero is {self.zero}")
         if SCHEDULES[self.torch_schedule].looped and self.virtual != 2 and self.pp > 1:
             raise ValueError(f"virtual: {self.virtual} must be 2 with {self.torch_schedule} for parallelize")
         autocast = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[self.dtype]

@@ -11,6 +11,7 @@ from tp_ext.planner.values import FixedDict, Value
 
 CLASSES = {"fp32": "fp32", "fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 """Maps each dtype of a layout to its key in :attr:`Device.peak`."""
+_PEAKS = tuple(dict.fromkeys(CLASSES.values()))
 CONSTANTS = (
     *(f"gemm_{dtype}" for dtype in CLASSES if dtype != "fp16"),
     "attention",
@@ -37,7 +38,8 @@ class EfficiencyCurve(Value):
     the mean of those with the dtype, each with the weight 1 / distance^4, the distance being that of the logarithms.
 
     Attributes:
-        share: of each class of :attr:`Device.peak` the share of a large GEMM; a class that is not there has 0.7.
+        share: of each class of :attr:`Device.peak` the share of a large GEMM, at most 1; a class that is not there has
+            0.7.
         tile: rows and columns of a tile. units: tiles that are computed at once, the multiprocessors. half_k: the k
             at which half of ``share`` is reached in bf16; of another dtype by its peak times more, since what a tile
             waits for takes equally long.
@@ -45,6 +47,7 @@ class EfficiencyCurve(Value):
         memory: share of the memory bandwidth that kernels reach. optimizer: that of the optimizer; None: ``memory``.
     """
 
+    # The defaults are assumed: tiles as libraries of GEMMs have them for large products; for `memory` see presets.py
     share: Mapping[str, float] = field(default_factory=FixedDict)
     tile: tuple[int, int] = (128, 256)
     units: int = 1
@@ -60,15 +63,26 @@ class EfficiencyCurve(Value):
         check_number(above=0, attention=self.attention, memory=self.memory)
         if self.optimizer is not None:
             check_number(above=0, optimizer=self.optimizer)
+        _check_numbers("share", self.share, _PEAKS)
         for kind, value in self.share.items():
-            _check_positive(f"share[{kind!r}]", value)
+            if value > 1:
+                raise ValueError(f"share[{kind!r}]: {value!r} must be at most 1")
+        if not isinstance(self.tile, tuple | list) or len(self.tile) != 2 or not _are_sizes(self.tile):
+            raise ValueError(f"tile: {self.tile!r} must be two integers of at least 1")
+        if not isinstance(self.table, tuple | list):
+            raise TypeError(f"table: {self.table!r} must be a tuple of rows")
+        for row in self.table:
+            if not isinstance(row, tuple | list) or len(row) != 5 or not _are_sizes(row[:3]):
+                raise ValueError(f"table: {row!r} must be (m, n, k, dtype, share), three integers of at least 1 first")
+            check_choice(CLASSES, **{f"dtype of table row {row[:3]}": row[3]})
+            check_number(above=0, **_named(f"share of table row {row[:3]}", row[4]))
         self._set("share", FixedDict(self.share))
         self._set("tile", tuple(self.tile))
         self._set("table", tuple(tuple(row) for row in self.table))
 
     def share_of(self, dtype: str) -> float:
         """Returns the share of a large GEMM of a dtype of a layout."""
-        return float(self.share.get(CLASSES.get(dtype, dtype), 0.7))
+        return float(self.share.get(CLASSES.get(dtype, dtype), 0.7))  # assumed
 
     def __call__(self, m: int, n: int, k: int, dtype: str = "bf16") -> float:
         """Returns the share of the peak of ``dtype``, with ``half_k`` as it is."""
@@ -102,21 +116,18 @@ class Device(Value):
     memory_bandwidth: float = field(kw_only=True)
     memory: float = field(kw_only=True)
     reserve: float = field(default=0, kw_only=True)
-    launch: float = field(default=2e-6, kw_only=True)
+    launch: float = field(default=2e-6, kw_only=True)  # assumed
     asynchronous: bool = field(default=True, kw_only=True)
     gemm: EfficiencyCurve | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name: {self.name!r} must be a string")
-        if not isinstance(self.peak, Mapping):
-            raise TypeError(f"peak: {self.peak!r} must be a dict of FLOP/s")
-        for key, value in self.peak.items():
-            if key not in CLASSES.values():
-                raise ValueError(f"peak: {key!r} must be one of {', '.join(dict.fromkeys(CLASSES.values()))}")
-            _check_positive(f"peak[{key!r}]", value)
+        _check_numbers("peak", self.peak, _PEAKS)
         check_number(above=0, memory_bandwidth=self.memory_bandwidth, memory=self.memory)
         check_number(least=0, reserve=self.reserve, launch=self.launch)
+        if self.reserve >= self.memory:
+            raise ValueError(f"reserve: {self.reserve!r} must be below memory, {self.memory!r}")
         check_bool(asynchronous=self.asynchronous)
         if self.gemm is not None and not isinstance(self.gemm, EfficiencyCurve):
             raise TypeError(f"gemm: {self.gemm!r} must be an EfficiencyCurve or None")
@@ -185,10 +196,8 @@ class Cluster(Value):
         inner = sizes[:-1]
         if None in inner or any(a % b for a, b in zip(inner[1:], inner, strict=False)):
             raise ValueError(f"links: group_size {sizes} must be multiples of those before, and None only at the end")
-        for name, value in self.constants.items():
-            if name not in CONSTANTS:
-                raise ValueError(f"constants: {name!r} must be one of {', '.join(CONSTANTS)}")
-            _check_positive(f"constants[{name!r}]", value)
+        _check_numbers("constants", self.constants, CONSTANTS)
+        check_number(least=0, or_none=True, fit_error=self.fit_error, cross_error=self.cross_error)
         self._set("links", tuple(links))
         self._set("constants", FixedDict(self.constants))
 
@@ -201,6 +210,18 @@ class Cluster(Value):
         return float(self.constants.get(name, 1.0))
 
 
-def _check_positive(name: str, value: Any) -> None:
-    named: dict[str, Any] = {name: value}
-    check_number(above=0, **named)
+def _check_numbers(name: str, values: Any, keys: Sequence[str]) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name}: {values!r} must be a dict of numbers")
+    for key, value in values.items():
+        if key not in keys:
+            raise ValueError(f"{name}: {key!r} must be one of {', '.join(keys)}")
+        check_number(above=0, **_named(f"{name}[{key!r}]", value))
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) and value >= 1 for value in values)

@@ -1,5 +1,6 @@
 """The profile of this machine, by timing GEMMs, memory-bound kernels and collectives."""
 
+import contextlib
 import itertools
 import os
 import time
@@ -44,11 +45,10 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     take the median.
 
     Raises:
-        ValueError: ``minutes`` is no number above 0.
+        TypeError, ValueError: ``minutes`` is no number above 0, ``device`` no CPU and no GPU of this machine.
     """
     check_number(above=0, minutes=minutes)
-    kind = "cuda" if device is None and torch.cuda.is_available() else "cpu" if device is None else device
-    where = torch.device(kind)
+    where = _device(device)
     ranks = None if group is None else process_group(group)
     seconds = 60 * minutes
     rates = _kernels(where, ranks, 0.75 * seconds) | (_links(where, ranks, 0.2 * seconds) if ranks is not None else {})
@@ -81,6 +81,16 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     )
     link = Link(medians.get("latency", 0.0), medians.get("bandwidth", 1e12))
     return Cluster(measured_device, count, (link,))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if not isinstance(device, torch.device | str | None):
+        raise TypeError(f"device: {device!r} must be a torch.device, its name or None")
+    with contextlib.suppress(RuntimeError):  # torch knows no such name
+        where = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+        if where.type == "cpu" or (where.type == "cuda" and (where.index or 0) < torch.cuda.device_count()):
+            return where
+    raise ValueError(f"device: {str(device)!r} must be 'cpu', or 'cuda' with a GPU")
 
 
 def _finished(where: torch.device) -> float:

@@ -45,7 +45,13 @@ class Timeline(NamedTuple):
     rows: tuple[tuple[Row, ...], ...]
 
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Draws a row for each rank, as :meth:`tp_ext.debug.Timeline.save` does for a measured step."""
+        """Draws a row for each rank, as :meth:`tp_ext.debug.Timeline.save` does for a measured step.
+
+        Raises:
+            TypeError: ``path`` is no path. ImportError: no matplotlib.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path: {path!r} must be a path")
         picture = Picture()
         for row in self.rows:
             picture.ranks.append([_span(*row) for row in row])

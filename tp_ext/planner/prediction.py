@@ -120,7 +120,13 @@ class Prediction:
         self.timeline().draw(path, f"{self.layout}: {self.step_time:.4g} s, predicted")
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes the step as JSON of Chrome's traces, which https://ui.perfetto.dev opens."""
+        """Writes the step as JSON of Chrome's traces, which https://ui.perfetto.dev opens.
+
+        Raises:
+            TypeError: ``path`` is no path.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path: {path!r} must be a path")
         events: list[dict[str, Any]] = []
         for rank, rows in enumerate(self.timeline().rows):
             events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"stage {rank}"}})
@@ -180,7 +186,8 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
         "pp virtual": (layout.pp * layout.virtual, workload.layers + 2, "layers + 2"),
         "cp": (layout.cp, workload.seq, "seq"),
         "ep": (layout.ep, max(1, workload.experts), "experts"),
-        "dp ep micro_batch": (layout.dp * layout.ep * layout.micro_batch, global_batch, "global_batch"),
+        "dp ep": (layout.dp * layout.ep, global_batch, "global_batch"),
+        "micro_batch": (layout.micro_batch, global_batch, "global_batch"),
     }
     for name, (value, limit, what) in limits.items():
         if value > limit:

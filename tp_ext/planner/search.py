@@ -16,7 +16,7 @@ from tp_ext.planner.prediction import GIB, Prediction, prediction_of
 from tp_ext.planner.workload import Workload
 
 _SEARCHED = ("pp", "dp", "ep", "cp", "tp", "micro_batch", "zero", "sequence_parallel", "offload", "overlap_tp")
-_MOST_REJECTED = 1000
+_MAX_REJECTED = 1000
 _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 _LARGEST_MICRO_BATCH = 16
 
@@ -25,7 +25,7 @@ class Found(list[Prediction]):
     """The best layouts, the best one first.
 
     Attributes:
-        rejected: of layouts that do not fit the reason, ``"needs 91.3 GiB of 78"``, at most 1000, the nearest first.
+        rejected: of layouts that do not fit the reason, ``"needs 91.3 GiB of 80"``, at most 1000, the nearest first.
         count: number of layouts that were ranked. cluster, global_batch: for which.
     """
 
@@ -54,9 +54,9 @@ class _Search:
             if not values:
                 raise ValueError(f"fixed: {name!r} must have at least one value")
             for value in values:  # each value by itself
-                if name not in ("virtual", "schedule", "offload"):
+                if name not in ("virtual", "schedule"):
                     Layout(**{name: value})
-            self.values[name] = values
+            self.values[name] = list(dict.fromkeys(values))
         divisors = _divisors(cluster.count)
         self.values.setdefault("pp", [size for size in divisors if size <= workload.layers])
         self.values.setdefault("tp", [size for size in divisors if size <= max(1, workload.heads)])
@@ -75,7 +75,7 @@ class _Search:
         )
         for dtype, _, _ in self.dtypes:
             cluster.device.flops(dtype)
-        if self.values.get("dp") == [None]:
+        if None in self.values.get("dp", []):  # what remains is any
             del self.values["dp"]
 
     def spaces(self) -> Iterator[tuple[tuple[str, str, str], Any]]:
@@ -175,7 +175,7 @@ def search(
             library_schedule,
             objective == "memory",
             top,
-            _MOST_REJECTED,
+            _MAX_REJECTED,
         )
         best += [
             prediction_of(candidate, workload, cluster, layout_from(candidate.layout, dtypes), global_batch)
@@ -183,10 +183,12 @@ def search(
         ]
         rejected += [(candidate.peak, layout_from(candidate.layout, dtypes)) for candidate in result.rejected]
         count += result.count
-    limit = cluster.device.memory - cluster.device.reserve
     best.sort(key=lambda prediction: _key(prediction, objective))
     rejected.sort(key=lambda pair: pair[0])
-    reasons = {layout: f"needs {peak / GIB:.1f} GiB of {limit / GIB:.0f}" for peak, layout in rejected[:_MOST_REJECTED]}
+    # Of the whole memory, as it is sold: what a device keeps to itself is needed, too
+    device, kept = cluster.device.memory / GIB, cluster.device.reserve
+    nearest = rejected[:_MAX_REJECTED]
+    reasons = {layout: f"needs {(peak + kept) / GIB:.1f} GiB of {device:.0f}" for peak, layout in nearest}
     return Found(best[:top], reasons, count, asked)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tp_ext._checks import check_int
 from tp_ext.auto.argument_checks import check_example, check_planned_model
 from tp_ext.auto.search.reasons import traced
 from tp_ext.model.module import ParallelModule
@@ -24,6 +25,7 @@ REAL = 2  # blocks that run of those that are equal
 def trace(
     model: nn.Module,
     example: Mapping[str, Any] | tuple[Any, ...],
+    tokens: int | None = None,
     *,
     causal: bool | None = None,
     name: str | None = None,
@@ -40,6 +42,7 @@ def trace(
         model: any module, also on meta; it is not changed.
         example: arguments of forward, a dict by name or a tuple, of any batch; its sequences have the length of the
             workload's. Tensors may be on meta.
+        tokens: of the example, batch times sequence; None: as many as the activation between the blocks has.
         causal: whether half of the scores count; None: as each call of attention says, whose mask counts as full.
         name: for tables; None: the name of the model's class.
 
@@ -48,10 +51,11 @@ def trace(
     Raises:
         TypeError: arguments of other types. ValueError: a forward that fails, or that branches on data; a model without
             repeated blocks, or whose blocks run more than once; an operator or a parameter that no kind of
-            :class:`Op` describes.
+            :class:`Op` describes; ``tokens`` that are not those of the example.
     """
     check_planned_model(model)
     check_example(example)
+    check_int(least=1, or_none=True, tokens=tokens)
     if causal is not None and not isinstance(causal, bool):
         raise TypeError(f"causal: {causal!r} must be True, False or None")
     if name is not None and not isinstance(name, str):
@@ -68,7 +72,7 @@ def trace(
     if not all(fits):  # they are called in other ways
         alike = list(range(len(names)))
         record = traced(model, example, {})
-    return _Reader(Graph(record), names, alike, causal).workload(name or type(model).__name__)
+    return _Reader(Graph(record), names, alike, causal).workload(name or type(model).__name__, tokens)
 
 
 def _blocks(model: nn.Module) -> tuple[list[str], list[int]]:
@@ -184,7 +188,7 @@ class _Reader:
         self.graph, self.names, self.alike, self.causal = graph, names, alike, causal
         self.record = graph.record
 
-    def workload(self, name: str) -> Workload:
+    def workload(self, name: str, given: int | None) -> Workload:
         """Returns the workload.
 
         Raises:
@@ -194,6 +198,8 @@ class _Reader:
         between = [(start, stop) for start, stop in ranges if stop > start] or [(0, 0)]
         inside = [node for node in self.graph.nodes if between[0][0] <= node.step.place < between[-1][1]]
         hidden, tokens = self._stream()
+        if given not in (None, tokens):
+            raise ValueError(f"tokens: {given} must be those of the example, {tokens}")
         seq = self._seq(inside, tokens, hidden)
         operators = Operators(self.graph, tokens, seq, self.causal)
         before, after = ranges[0][0], ranges[-1][1]

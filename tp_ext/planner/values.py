@@ -37,10 +37,12 @@ class Value:
         Raises:
             TypeError, ValueError: no such text, or fields of another class.
         """
-        read = json.loads(text)
-        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(read, dict) or not read.keys() <= known:
-            raise ValueError(f"text: must be an object with the fields {', '.join(sorted(known))} of a {cls.__name__}")
+        if not isinstance(text, str):
+            raise TypeError(f"text: {text!r} must be a string")
+        try:
+            read = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"text: {text!r} must be JSON: {error}") from error
         value: Self = _value_of(cls, read)
         return value
 
@@ -59,10 +61,16 @@ def _value_of(kind: Any, read: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         kinds = [option for option in inner if option is not type(None)]
         return None if read is None else _value_of(kinds[0], read) if len(kinds) == 1 else read
-    if origin is tuple:
-        each: Iterable[Any] = (inner[0],) * len(read) if inner[1:] == (...,) else inner
+    if origin is tuple and isinstance(read, list):
+        # Of another length: what makes the value refuses it
+        each: Iterable[Any] = inner if len(inner) == len(read) and inner[1:] != (...,) else (inner[0],) * len(read)
         return tuple(_value_of(field, part) for field, part in zip(each, read, strict=True))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        fields = dataclasses.fields(kind)
+        known = sorted(field.name for field in fields)
+        needed = {field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING}
+        if not isinstance(read, dict) or not needed <= read.keys() <= set(known):
+            raise ValueError(f"text: {read!r} must be an object with the fields {', '.join(known)} of {kind.__name__}")
         kinds_of = typing.get_type_hints(kind)
         return kind(**{name: _value_of(kinds_of[name], value) for name, value in read.items()})
     return FixedDict(read) if isinstance(read, Mapping) else read

@@ -1,17 +1,18 @@
-"""The model that the planner prices, as a list of operators: of a transformer by its sizes, or of a configuration."""
+"""The model that the planner prices, as a list of operators: of a transformer, by its sizes."""
 
-import json
-import os
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tp_ext._checks import check_bool, check_int
+from tp_ext._checks import check_bool, check_choice, check_int, check_number
 from tp_ext.planner.values import Value
 
 # [Note: the planner reads a model as operators]
 KINDS = ("column", "row", "replicated", "attention", "pointwise", "dispatch", "embedding", "loss")
+LINEARS = ("qkv", "out", "mlp", "head")
+NORMS = {"rms": 1, "layer": 2, "plain": 0}  # and the vectors of parameters that each has
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,19 @@ class Op(Value):
     top_k: int = 0
     low_precision: bool = True
 
+    def __post_init__(self) -> None:
+        check_choice(KINDS, kind=self.kind)
+        check_int(least=1, units=self.units)
+        check_int(least=0, inputs=self.inputs, outputs=self.outputs, heads=self.heads, kv_heads=self.kv_heads)
+        check_int(least=0, key_features=self.key_features, value_features=self.value_features)
+        check_int(least=0, vectors=self.vectors, experts=self.experts, top_k=self.top_k)
+        check_number(least=0, moved_forward=self.moved_forward, moved_backward=self.moved_backward)
+        check_number(least=0, saved=self.saved, saved_bytes=self.saved_bytes)
+        check_bool(bias=self.bias, fused=self.fused, causal=self.causal, sharded=self.sharded)
+        check_bool(low_precision=self.low_precision)
+        if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads: {self.kv_heads} must divide heads, {self.heads}")
+
     @property
     def parameters(self) -> int:
         """Number of elements, in the whole model."""
@@ -80,6 +94,10 @@ class Block(Value):
     layers: int
     ops: tuple[Op, ...]
 
+    def __post_init__(self) -> None:
+        check_int(least=1, layers=self.layers)
+        self._set("ops", _all_of(Op, "ops", self.ops))
+
 
 @dataclass(frozen=True)
 class Workload(Value):
@@ -104,6 +122,16 @@ class Workload(Value):
     experts: int = 0
     tied: bool = False
 
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        check_int(least=1, hidden=self.hidden, seq=self.seq)
+        check_int(least=0, heads=self.heads, kv_heads=self.kv_heads, vocab=self.vocab, experts=self.experts)
+        check_bool(tied=self.tied)
+        for name, kind in (("first", Op), ("blocks", Block), ("last", Op)):
+            self._set(name, _all_of(kind, name, getattr(self, name)))
+        if not self.blocks:
+            raise ValueError("blocks: () must have at least one Block")
+
     @property
     def layers(self) -> int:
         """Number of blocks."""
@@ -124,6 +152,17 @@ class Workload(Value):
         return blocks + sum(op.flops(tokens, self.seq) for op in (*self.first, *self.last))
 
 
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name: {name!r} must be a string")
+
+
+def _all_of(kind: type, name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
+        raise TypeError(f"{name}: {values!r} must be a tuple of {kind.__name__}")
+    return tuple(values)
+
+
 def transformer(
     *,
     layers: int,
@@ -135,7 +174,7 @@ def transformer(
     seq: int,
     gated: bool = True,
     tied: bool = False,
-    bias: bool = False,
+    bias: bool | Collection[str] = False,
     fused_attention: bool = True,
     causal: bool = True,
     experts: int = 0,
@@ -143,60 +182,112 @@ def transformer(
     expert_ffn: int | None = None,
     shared: int = 0,
     mla: Mapping[str, int] | None = None,
-    positions: bool = False,
+    positions: bool | int = False,
     head_dim: int | None = None,
-    dense_layers: int = 0,
+    dense_layers: int | Collection[int] = 0,
+    norm: str | None = None,
+    norms: int = 2,
+    rope: bool | None = None,
+    qk_norm: str | None = None,
+    embedding_norm: bool = False,
+    shared_ffn: int | None = None,
+    shared_gate: bool = False,
     name: str = "transformer",
 ) -> Workload:
-    """Returns a decoder of equal blocks: norm, attention, residual, norm, MLP or experts, residual.
+    """Returns a decoder of blocks: norm, attention, residual, norm, MLP or experts, residual.
 
     Args:
         layers, hidden, heads, kv_heads, ffn, vocab, seq: sizes; ``kv_heads`` are as many as ``heads`` by default,
             ``ffn`` is 4 times ``hidden``.
         gated: SwiGLU, RMSNorm and RoPE; otherwise GELU and LayerNorm. tied: the head has the weight of the embedding.
-            bias: of all linears. positions: a learned embedding of positions.
+        bias: of all linears of the blocks; or those that have one, of ``qkv``, ``out``, ``mlp``, ``head``.
+        positions: a learned embedding of positions, of ``seq`` rows, or the number of its rows.
         fused_attention: flash attention. False writes and reads scores, and keeps the masks of dropout, a byte an
             element, as before it (Korthikanti et al., arXiv:2205.05198).
         causal: half of the scores are computed.
-        experts, top_k, expert_ffn, shared: experts of a block and of a token, their width, and experts of every token;
-            ``dense_layers`` blocks before them have an MLP.
+        experts, top_k, expert_ffn, shared: experts of a block and of a token, their width, and experts of every token,
+            of the width ``shared_ffn`` together, which ``shared_gate`` weights. ``dense_layers`` blocks before them
+            have an MLP, or those of these numbers.
         mla: latent attention: a dict of ``q_lora_rank`` (0: none), ``kv_lora_rank``, ``qk_nope_head_dim``,
             ``qk_rope_head_dim``, ``v_head_dim``.
         head_dim: features of a head, ``hidden / heads`` by default.
+        norm: ``rms``, ``layer`` or ``plain``, LayerNorm without parameters; None and ``rope`` None: as ``gated`` says.
+        norms: of a block; 1: one, before attention and MLP in parallel; 4: after attention and MLP, too.
+        qk_norm: RMSNorm of q and k, of each ``head`` or of ``all`` of their features. embedding_norm: one before the
+            blocks.
 
     Raises:
-        ValueError: a size below 1, heads that ``kv_heads`` does not divide, more choices than experts.
+        TypeError, ValueError: a size below 1, heads that ``kv_heads`` does not divide or that do not divide ``hidden``,
+            more choices than experts, another value of those that are listed.
     """
-    kv_heads, ffn, expert_ffn = kv_heads or heads, ffn or 4 * hidden, expert_ffn or ffn or 4 * hidden
-    check_int(least=1, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, seq=seq)
-    check_int(least=0, experts=experts, top_k=top_k, shared=shared, dense_layers=dense_layers)
-    check_int(least=1, expert_ffn=expert_ffn)
-    check_bool(gated=gated, tied=tied, bias=bias, fused_attention=fused_attention, causal=causal, positions=positions)
+    check_int(least=1, layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
+    check_int(least=1, or_none=True, kv_heads=kv_heads, ffn=ffn, expert_ffn=expert_ffn, head_dim=head_dim)
+    check_int(least=0, experts=experts, top_k=top_k, shared=shared)
+    if not isinstance(positions, bool):
+        check_int(least=1, positions=positions)
+    check_int(least=1, or_none=True, shared_ffn=shared_ffn)
+    check_bool(gated=gated, tied=tied, fused_attention=fused_attention, causal=causal)
+    check_bool(embedding_norm=embedding_norm, shared_gate=shared_gate)
+    check_choice((1, 2, 4), norms=norms)
+    check_choice((None, *NORMS), norm=norm)
+    check_choice((None, True, False), rope=rope)
+    check_choice((None, "head", "all"), qk_norm=qk_norm)
+    _check_name(name)
+    biases = _biases(bias)
+    dense = _dense_layers(dense_layers, layers) if experts else range(layers)
+    if mla is not None and not isinstance(mla, Mapping):
+        raise TypeError(f"mla: {mla!r} must be a dict or None")
+    kv_heads, ffn = kv_heads or heads, ffn or 4 * hidden
+    expert_ffn = expert_ffn or ffn
     if heads % kv_heads:
         raise ValueError(f"kv_heads: {kv_heads} must divide heads, {heads}")
     if bool(experts) != bool(top_k) or top_k > experts:
         raise ValueError(f"top_k: {top_k} must be between 1 and experts, {experts}, and 0 without experts")
-    if dense_layers > layers:
-        raise ValueError(f"dense_layers: {dense_layers} must be at most layers, {layers}")
-    head_dim = head_dim or hidden // heads
-    check_int(least=1, head_dim=head_dim)
-    norm = _norm(hidden, gated)
+    if head_dim is None and mla is None and hidden % heads:
+        raise ValueError(f"hidden: {hidden} must be a multiple of heads, {heads}, unless head_dim is given")
+    norm = norm or ("rms" if gated else "layer")
+    normed = _norm(hidden, norm)
     # The masks of dropout of before flash attention: a byte an element
     masks = 0 if fused_attention else hidden
     residual = Op("pointwise", moved_forward=3 * hidden, moved_backward=hidden, saved_bytes=masks)
     if mla is None:
-        attention = _attention(hidden, heads, kv_heads, head_dim, bias, fused_attention, causal, rope=gated)
+        attention = _attention(
+            hidden,
+            heads,
+            kv_heads,
+            head_dim or hidden // heads,
+            biases,
+            fused_attention,
+            causal,
+            gated if rope is None else rope,
+            qk_norm,
+        )
     else:
-        attention = _latent_attention(hidden, heads, dict(mla), fused_attention, causal, gated)
-    around = (norm, *attention, residual, norm)
-    dense = Block(dense_layers if experts else layers, (*around, *_mlp(hidden, ffn, gated, bias), residual))
-    routed = _experts(hidden, expert_ffn, gated, experts, top_k) if experts else ()
-    always = _mlp(hidden, shared * expert_ffn, gated, bias) if shared else ()
-    mixture = Block(layers - dense.layers, (*around, *routed, *always, residual))
+        attention = _latent_attention(hidden, heads, mla, fused_attention, causal)
+    after = (normed,) if norms == 4 else ()
+
+    def block(*mlp: Op) -> tuple[Op, ...]:
+        if norms == 1:  # which both read, and which is kept once
+            both = dataclasses.replace(residual, moved_forward=4 * hidden)
+            return (normed, *attention, dataclasses.replace(mlp[0], saved=0), *mlp[1:], both)
+        return (normed, *attention, *after, residual, normed, *mlp, *after, residual)
+
+    always: tuple[Op, ...] = ()
+    if shared or shared_ffn:
+        always = _mlp(hidden, shared_ffn or shared * expert_ffn, gated, False)
+        if shared_gate:
+            always = (Op("replicated", hidden, 1, low_precision=False), *always)
+    of_layer = {True: block(*_mlp(hidden, ffn, gated, "mlp" in biases))}
+    if experts:
+        of_layer[False] = block(*_experts(hidden, expert_ffn, gated, experts, top_k), *always)
+    runs = itertools.groupby(of_layer[i in dense] for i in range(layers))
     first = [Op("embedding", vocab, hidden, units=vocab)]
     if positions:
-        first.append(Op("pointwise", seq * hidden, moved_forward=3 * hidden, moved_backward=3 * hidden, vectors=1))
-    head = Op("column", hidden, vocab, units=vocab, saved=hidden, low_precision=False)
+        rows = seq if positions is True else positions
+        first.append(Op("pointwise", rows * hidden, moved_forward=3 * hidden, moved_backward=3 * hidden, vectors=1))
+    if embedding_norm:
+        first.append(normed)
+    head = Op("column", hidden, vocab, units=vocab, bias="head" in biases, saved=hidden, low_precision=False)
     return Workload(
         name=name,
         hidden=hidden,
@@ -205,41 +296,85 @@ def transformer(
         kv_heads=heads if mla else kv_heads,
         vocab=vocab,
         first=tuple(first),
-        blocks=tuple(block for block in (dense, mixture) if block.layers),
-        last=(norm, head, Op("loss", vocab, units=vocab)),
+        blocks=tuple(Block(len(list(run)), ops) for ops, run in runs),
+        last=(normed, head, Op("loss", vocab, units=vocab)),
         experts=experts,
         tied=tied,
     )
 
 
-def _norm(features: int, gated: bool) -> Op:
-    """RMSNorm keeps one number of fp32 a token, LayerNorm two and has a bias."""
-    numbers = 1 if gated else 2
+def _biases(bias: bool | Collection[str]) -> Collection[str]:
+    """Returns the names of the linears that have one."""
+    if isinstance(bias, bool):
+        return ("qkv", "out", "mlp") if bias else ()
+    if isinstance(bias, str) or not isinstance(bias, Collection) or not set(bias) <= set(LINEARS):
+        raise ValueError(f"bias: {bias!r} must be True, False or a tuple of {', '.join(LINEARS)}")
+    return bias
+
+
+def _dense_layers(given: int | Collection[int], layers: int) -> Collection[int]:
+    """Returns the numbers of the blocks without experts."""
+    if isinstance(given, Collection) and not isinstance(given, str):
+        if not set(given) <= set(range(layers)):
+            raise ValueError(f"dense_layers: {given!r} must be numbers of the {layers} layers, from 0")
+        return given
+    check_int(least=0, dense_layers=given)
+    if given > layers:
+        raise ValueError(f"dense_layers: {given} must be at most layers, {layers}")
+    return range(given)
+
+
+def _norm(features: int, kind: str, number: int = 1, units: int = 0) -> Op:
+    """RMSNorm keeps one number of fp32 a token, LayerNorm two. Of ``units`` sharded heads: ``number`` norms."""
+    moved = features * number
     return Op(
         "pointwise",
         features,
-        moved_forward=2 * features,
-        moved_backward=3 * features,
-        saved=features,
-        saved_bytes=4 * numbers,
-        vectors=numbers,
+        units=max(1, units),
+        moved_forward=2 * moved,
+        moved_backward=3 * moved,
+        saved=moved,
+        saved_bytes=4 * number * (1 if kind == "rms" else 2),
+        vectors=NORMS[kind],
+        sharded=units > 0,
     )
 
 
 def _attention(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, bias: bool, fused: bool, causal: bool, rope: bool
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    biases: Collection[str],
+    fused: bool,
+    causal: bool,
+    rope: bool,
+    qk_norm: str | None,
 ) -> tuple[Op, ...]:
     each: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "key_features": head_dim, "value_features": head_dim}
     width, turned = heads * head_dim, (heads + kv_heads) * head_dim
-    qkv = Op("column", hidden, (heads + 2 * kv_heads) * head_dim, units=kv_heads, bias=bias, saved=hidden, **each)
-    rotary = Op("pointwise", units=heads, moved_forward=2 * turned, moved_backward=2 * turned, sharded=True)
+    outputs = turned + kv_heads * head_dim
+    qkv = Op("column", hidden, outputs, units=kv_heads, bias="qkv" in biases, saved=hidden, **each)
+    rotary = Op(
+        "pointwise",
+        units=heads,
+        heads=heads,
+        kv_heads=kv_heads,
+        key_features=head_dim,
+        moved_forward=2 * turned,
+        moved_backward=2 * turned,
+        sharded=True,
+    )
     core = Op("attention", fused=fused, causal=causal, **each)
-    return (qkv, *((rotary,) if rope else ()), core, Op("row", width, hidden, units=heads, bias=bias))
+    normed = [
+        _norm(head_dim, "rms", number, number) if qk_norm == "head" else _norm(number * head_dim, "rms", 1, number)
+        for number in ((heads, kv_heads) if qk_norm else ())
+    ]
+    out = Op("row", width, hidden, units=heads, bias="out" in biases)
+    return (qkv, *normed, *((rotary,) if rope else ()), core, out)
 
 
-def _latent_attention(
-    hidden: int, heads: int, mla: dict[str, int], fused: bool, causal: bool, gated: bool
-) -> tuple[Op, ...]:
+def _latent_attention(hidden: int, heads: int, mla: Mapping[str, int], fused: bool, causal: bool) -> tuple[Op, ...]:
     """docs/reference/memory.md, ParallelLatentAttention: the latents are computed by every rank for its tokens."""
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     if set(mla) != set(names):
@@ -250,10 +385,10 @@ def _latent_attention(
     key = nope + rope
     ops = [Op("replicated", hidden, latent + rope, saved=hidden)]
     if query:
-        ops += [Op("replicated", hidden, query), _norm(query, True)]
+        ops += [Op("replicated", hidden, query), _norm(query, "rms")]
     ops += [
         Op("column", query or hidden, heads * key, units=heads, saved=query),
-        _norm(latent, True),
+        _norm(latent, "rms"),
         Op("column", latent, heads * (nope + value), units=heads, saved=latent),
         Op("column", rope, 0),  # the shared features of the key are only communicated
         Op("pointwise", units=heads, moved_forward=4 * heads * key, moved_backward=4 * heads * key, sharded=True),
@@ -284,6 +419,8 @@ def _experts(hidden: int, ffn: int, gated: bool, experts: int, top_k: int) -> tu
     routed: dict[str, Any] = {"experts": experts, "top_k": top_k}
     up, act, down = _mlp(hidden, ffn, gated, False)
     copies = Op("pointwise", moved_forward=2 * hidden, moved_backward=2 * hidden, sharded=True, top_k=top_k)
+    # The weights' gradients need the results of the experts
+    weighted = dataclasses.replace(copies, saved=hidden)
     return (
         Op("replicated", hidden, experts, saved=hidden, low_precision=False),
         Op("dispatch", hidden, **routed),
@@ -299,60 +436,5 @@ def _experts(hidden: int, ffn: int, gated: bool, experts: int, top_k: int) -> tu
             top_k=top_k,
         ),
         Op("row", down.inputs, down.outputs, units=ffn, **routed),
-        copies,
-    )
-
-
-def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | None = None) -> Workload:
-    """Returns the workload of a model of transformers, from its ``config.json``; no weights are read.
-
-    Args:
-        config: the path of a ``config.json`` or of the folder that holds it, or its dict.
-        seq: tokens of a sequence; None: ``max_position_embeddings``.
-
-    Raises:
-        ValueError: no such file, no JSON object, or a configuration without the sizes of a decoder.
-    """
-    if not isinstance(config, Mapping):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"config: {str(path)!r} must be a file of JSON: {error}") from error
-        if not isinstance(config, Mapping):
-            raise ValueError(f"config: {str(path)!r} must hold a JSON object")
-    config = config.get("text_config") or config
-    kind = str(config.get("model_type", "transformer"))
-
-    def first_of(*names: str, default: Any = None) -> Any:
-        value = next((config[name] for name in names if config.get(name) is not None), default)
-        if value is None:
-            raise ValueError(f"config: of model_type {kind!r} must have one of the keys {', '.join(names)}")
-        return value
-
-    old = kind in ("gpt2", "gpt_neo", "opt", "bloom", "gpt_bigcode")
-    experts = first_of("num_local_experts", "n_routed_experts", "num_experts", default=0)
-    heads, hidden = first_of("num_attention_heads", "n_head"), first_of("hidden_size", "n_embd")
-    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return transformer(
-        layers=first_of("num_hidden_layers", "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=first_of("num_key_value_heads", default=heads),
-        ffn=first_of("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
-        vocab=first_of("vocab_size"),
-        seq=first_of("max_position_embeddings", "n_positions") if seq is None else seq,
-        gated=not old,
-        tied=bool(config.get("tie_word_embeddings", old)),
-        bias=old,
-        experts=experts,
-        top_k=first_of("num_experts_per_tok", "top_k", "experts_per_token") if experts else 0,
-        expert_ffn=first_of("moe_intermediate_size", "intermediate_size", default=4 * hidden),
-        shared=int(config.get("n_shared_experts") or 0),
-        dense_layers=int(config.get("first_k_dense_replace") or 0) if experts else 0,
-        mla={name: config.get(name) or 0 for name in latent} if config.get("kv_lora_rank") else None,
-        positions=old,
-        head_dim=config.get("head_dim"),
-        name=kind,
+        weighted,
     )
