@@ -96,9 +96,11 @@ INVARIANCE_BUGS = [
     _bug(
         "threads",
         "csrc/autograd/blocks.cpp",
-        "MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0",
-        "0",
-        "Products are computed on several threads.",
+        "    : mkl_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0),\n"
+        "      omp_(omp_get_max_threads()) {\n  omp_set_num_threads(1);",
+        "    : mkl_(0), omp_(omp_get_max_threads()) {",
+        "Products and softmax in blocks are computed on several threads.",
+        f"{BITS}[fp32]",
         f"{BITS}[fp64]",
     ),
     _bug(
