@@ -22,9 +22,9 @@ struct SoftmaxRow {
   A max, sum;
 };
 
-// Makes the products q k of a tile, [kTileKeys], weights relative to the maximum so far, in place; `out`,
-// [width], the sum of weighted values so far, is scaled when the maximum grows. Keys outside of [begin,
-// end) get 0. mask: added to the scores, of the keys in [begin, end), or null.
+// Makes the products q k of a tile, [kTileKeys], weights relative to the maximum so far, in place.
+// `out`, [width], the sum of weighted values so far, is scaled when the maximum grows. Keys outside
+// of [begin, end) get 0. mask: added to the scores, of the keys in [begin, end), or null.
 template <typename A>
 void tile_weights(A* scores, const A* mask, int64_t begin, int64_t end,
                   const ScoreOptions<A>& options, SoftmaxRow<A>& row, A* out, int64_t width);

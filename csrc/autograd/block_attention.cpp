@@ -4,8 +4,8 @@
 //
 //   y_i = sum_j w_ij v_j / sum_j w_ij    w_ij = exp(cap(scale q_i k_j) + mask_ij - max_i)
 //
-// over the keys j that query i may see. Each head is computed on one thread: queries in tiles of up to
-// kQueries, padded to whole groups of rows, keys in tiles of kTileKeys from the first key of the
+// over the keys j that query i may see. Each head is computed on one thread: queries in tiles of up
+// to kQueries, padded to whole groups of rows, keys in tiles of kTileKeys from the first key of the
 // sequence on, whatever its length. A tile that a query does not see adds zeros to its sums. Saved:
 // q, k, v, y, and the logarithm of the sums, from which backward computes the weights again.
 
@@ -257,7 +257,7 @@ struct BlockAttention : Function<BlockAttention> {
   }
 };
 
-// The same in torch's operators, for devices without row-wise products and for calls that are traced
+// The same in torch's operators, for devices without row-wise products and for traced calls
 Tensor formula(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
                const Tensor& padding, const AttentionCall& call) {
   const auto own = [&](const Tensor& x) {
@@ -302,12 +302,16 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTens
   for (const int64_t head : kv_heads)
     TORCH_CHECK_INDEX(head >= 0 && head < k.size(1), "kv_heads: ", head, " must be in [0, ",
                       k.size(1), ")");
+  // Heads of q that share one of k are on several threads, and their gradients of it would need an
+  // order. Training gives each its copy, whose gradients have one (block_copies)
   const bool recorded = q.requires_grad() || k.requires_grad() || v.requires_grad();
   TORCH_CHECK_VALUE(kv_heads.empty() || !at::GradMode::is_enabled() || !recorded,
                     "kv_heads: must not be given where gradients are recorded");
+  // Rows are found by four indices, of which those of length 1 are repeated without a copy
   if (mask.has_value()) {
     TORCH_CHECK_VALUE(mask->dim() == 4, "mask: shape ", mask->sizes(), " must have 4 dims");
   }
+  // Read as it is, a number per sequence on the host
   if (padding.has_value()) {
     TORCH_CHECK_VALUE(
         padding->dim() == 1 && padding->size(0) == q.size(0) && padding->scalar_type() == at::kLong,

@@ -9,11 +9,11 @@
 // With b a block, [seg] its columns or rows on this rank (one segment per part: q, k, v), T the
 // tree, and [..] what sequence parallelism adds:
 //
-//        column                                          row
-//   y    y[seg] = [gather x] w[seg]^T + b[seg]            T over b of x[seg] w[seg]^T, [local rows], + b
-//   dx   T over b of dy[seg] w[seg], [local rows]         dx[seg] = [gather dy] w[seg]
-//   dw   dw[seg] = dy[seg]^T [gather x]                   dw[seg] = [gather dy]^T x[seg]
-//   db   sum over rows of dy                              T over blocks of tokens of dy
+//        column                                     row
+//   y    y[seg] = [gather x] w[seg]^T + b[seg]      T over b of x[seg] w[seg]^T, [local rows], + b
+//   dx   T over b of dy[seg] w[seg], [local rows]   dx[seg] = [gather dy] w[seg]
+//   dw   dw[seg] = dy[seg]^T [gather x]             dw[seg] = [gather dy]^T x[seg]
+//   db   sum over rows of dy                        T over blocks of tokens of dy
 //
 // Column backward: the exchange of dx overlaps the products of dw. Saved: as linear.cpp.
 
@@ -99,8 +99,8 @@ Tensor product(const Tensor& a, const Tensor& b, Tensor out) {
   return out.defined() ? at::mm_out(out, a, b) : at::mm(a, b);
 }
 
-// x with zero rows up to whole groups of them, and the result without them. Traced calls do without:
-// the number of rows may be symbolic
+// x with zero rows up to whole groups of them, and the result without them. Traced calls do
+// without: the number of rows may be symbolic
 Tensor in_whole_rows(const Tensor& x) {
   if (comm::traced(x)) return x;
   const int64_t extra = whole_rows(x.size(0)) - x.size(0);

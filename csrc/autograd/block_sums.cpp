@@ -4,8 +4,8 @@
 //                  parameter that is used once per block of tokens, keys that are used once per
 //                  block of query heads.
 //   block_bmm      y_i = a_i b_i, each product on one thread
-//   block_softmax  of the last dim of each x_i, on one thread: the order of torch's backward depends
-//                  on the number of threads
+//   block_softmax  of the last dim of each x_i, on one thread: the order of torch's backward
+//                  depends on the number of threads
 
 #include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_softmax.h>

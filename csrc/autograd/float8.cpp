@@ -38,8 +38,8 @@ std::vector<Tensor> max_over(const std::string& group, std::vector<Tensor> all) 
 
 namespace {
 
-// An operand as torch's product on CUDA takes it, and as Inductor's takes it: the left one in rows, the
-// right one in columns. padded: sums and columns are multiples of 16, too
+// An operand as torch's product on CUDA takes it, and as Inductor's takes it: the left one in rows,
+// the right one in columns. padded: sums and columns are multiples of 16, too
 Scaled laid_out(Scaled x, bool left, bool padded, bool by_row) {
   const auto missing = [](int64_t n) { return (16 - n % 16) % 16; };
   const Tensor rows = left ? x.values : x.values.t();  // the summed dim is the last
@@ -72,8 +72,8 @@ Tensor scaled_product(Scaled a, Scaled b, bool by_row, at::ScalarType dtype) {
     return padded ? y.narrow_symint(1, 0, columns).contiguous() : y;
   };
   if (!by_row) return product(a.inverse.reshape({}), b.inverse.reshape({}), dtype);
-  // CUDA takes scales per row for a product in bf16, the CPU from some torch after 2.11 on. Else they
-  // multiply the sums
+  // CUDA takes scales per row for a product in bf16, the CPU from some torch after 2.11 on. Else
+  // they multiply the sums
   if (a.values.is_cuda() && dtype == at::kBFloat16) return product(a.inverse, b.inverse, dtype);
   const Tensor one = at::ones({}, a.inverse.options());
   const Tensor scaled = product(one, one, at::kFloat) * a.inverse;

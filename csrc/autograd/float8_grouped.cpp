@@ -1,12 +1,13 @@
-// float8_grouped_linear: grouped_linear whose products are of 8-bit floating point. Each expert is a
-// linear of its own, with scales of its rows and its weight:
+// float8_grouped_linear: grouped_linear whose products are of 8-bit floating point. Each expert is
+// a linear of its own, with scales of its rows and its weight:
 //
 //   y_r = weight_e x_r      dx_r = weight_e^T dy_r      dweight_e = grad_scale sum of dy_r x_r^T
 //
 // The ranks of `group` share each weight, along its outputs or (`inputs`) its inputs, and with them
-// what a scale is of, as in float8_linear.cpp: one max-reduce of the numbers of all experts precedes
-// the products of forward, and of backward. Results are this rank's: their sums are the caller's. An
-// expert without rows has the gradient 0. Saved: x, weight and, per tensor, their largest values.
+// what a scale is of, as in float8_linear.cpp: one max-reduce of the numbers of all experts
+// precedes the products of forward, and of backward. Results are this rank's: their sums are the
+// caller's. An expert without rows has the gradient 0. Saved: x, weight and, per tensor, their
+// largest values.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/mul.h>
@@ -92,7 +93,7 @@ struct Float8GroupedLinear : Function<Float8GroupedLinear> {
     const Unrecorded guard(x);
     const Dim dim = call.by_row ? Dim(1) : std::nullopt;
     auto of_x = call.of_rows(x, dim), of_w = call.of_weights(weight, dim);
-    // Inputs that ranks share: parts of a row of both. Outputs: the weight alone, if a scale is of all
+    // Shared inputs: parts of a row of both. Shared outputs: the weight alone, if a scale is of all
     call.over_ranks({{&of_x, call.inputs}, {&of_w, call.inputs || !call.by_row}});
     variable_list saved{weight.requires_grad() ? x : Tensor(),
                         x.requires_grad() ? weight : Tensor()};

@@ -3,11 +3,11 @@
 //
 //   y = x w^T    dx = dy w    dw = dy^T x
 //
-// is quantised from its own values first: x and w to the forward format, dy to that of gradients. Its
-// scale is that of the full tensor [Note: scales of the full tensor]: of all of it, or (by row) of what
-// a product sums over, which is a row of x and w for y, a row of dy and a column of w for dx, a column
-// of dy and of x for dw. Where ranks share what a scale is of, one max-reduce of all such numbers of a
-// pass precedes the products:
+// is quantised from its own values first: x and w to the forward format, dy to that of gradients.
+// Its scale is that of the full tensor [Note: scales of the full tensor]: of all of it, or (by row)
+// of what a product sums over, which is a row of x and w for y, a row of dy and a column of w for
+// dx, a column of dy and of x for dw. Where ranks share what a scale is of, one max-reduce of all
+// such numbers of a pass precedes the products:
 //
 //               column                                   row
 //   tensor, y   amax of w, [of x]                        amax of x and w
@@ -16,9 +16,9 @@
 //   by row, d   of each row of dy, each column of w,     [of each column of dy]
 //               [of each column of x]
 //
-// [..]: under sequence parallelism, whose gathers move 8 bits with `communicate`: by row x and dy are
-// then gathered in the form that a product needs. Sums over ranks are those of linear.cpp, in the
-// dtype of x. Saved: per tensor x and w in 8 bits, else in their own.
+// [..]: under sequence parallelism, whose gathers move 8 bits with `communicate`: by row x and dy
+// are then gathered in the form that a product needs. Sums over ranks are those of linear.cpp, in
+// the dtype of x. Saved: per tensor x and w in 8 bits, else in their own.
 
 #include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/add.h>
@@ -167,6 +167,8 @@ struct Float8ColumnLinear : Function<Float8ColumnLinear> {
     const bool gathers = s.sequence_parallel && wants_w;
     const Tensor x_full =
         gathers && late ? comm::all_gather(s.x.values, s.group, 0, s.rows) : s.x.values;
+    // The numbers of which ranks hold parts: a row of dy and a column of w have features of all
+    // ranks, a column of x tokens of all ranks under SP. A column of dy is whole on its rank.
     std::vector<Tensor> largest;
     if (s.by_row) {
       if (wants_x) largest = {amax_of(dy, 1), amax_of(s.weight.values, 0)};
@@ -176,6 +178,7 @@ struct Float8ColumnLinear : Function<Float8ColumnLinear> {
     }
     largest = max_over(s.group, largest);
     std::optional<comm::Pending> dx;
+    // Of a tensor one scale serves both products; by row each sums over another dim of dy
     Scaled dy8;
     if (!s.by_row && !largest.empty()) dy8 = quantized(dy, largest[0], s.gradient);
     if (wants_x) {
@@ -183,6 +186,7 @@ struct Float8ColumnLinear : Function<Float8ColumnLinear> {
       const Scaled w8 = s.by_row ? quantized(s.weight.values, largest[1], s.forward) : s.weight;
       const Tensor partial = scaled_product(left, w8, s.by_row, dy.scalar_type());
       const Tensor shaped = partial.reshape_symint(with_features(grads[0], partial.sym_size(1)));
+      // Runs during the product of dw [Note: overlap on every backend]
       dx.emplace(s.sequence_parallel ? comm::reduce_scatter_async(shaped, s.group, 0, s.tokens)
                  : s.sum_input_grad  ? comm::all_reduce_async(shaped, s.group)
                                      : comm::Pending(shaped, nullptr));
@@ -191,6 +195,7 @@ struct Float8ColumnLinear : Function<Float8ColumnLinear> {
     Tensor dw;
     if (wants_w) {
       Scaled x8 = s.x;
+      // Gathered in its dtype x has no scale yet; the whole x is here, so no rank has to be asked
       if (late) {
         const auto dim = s.by_row ? std::optional<int64_t>(0) : std::nullopt;
         x8 = quantized(x_full, amax_of(x_full, dim), s.forward);

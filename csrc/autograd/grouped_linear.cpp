@@ -150,6 +150,7 @@ struct GroupedLinear : Function<GroupedLinear> {
     if (accumulates) refuse_double_backward("a linear with grad_accumulation_fusion", grads);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     Tensor dx, dw;
+    // A derivative of this backward is wanted: products that autograd records, nothing in place
     if (at::GradMode::is_enabled() || has_tangent(dy)) {
       if (wants_x)
         dx = grouped_linear(dy, weight.transpose(1, 2), grouping.counts, std::nullopt, 1,
@@ -162,6 +163,7 @@ struct GroupedLinear : Function<GroupedLinear> {
     if (wants_x) dx = rows_times(dy, weight.transpose(1, 2), grouping);
     if (wants_w && accumulates) {
       const Tensor main_grad = data["main_grad"].toTensor();
+      // The factor is applied to dy: main_grad holds earlier microbatches, which must not be scaled
       grouping.for_each(
           [&](int64_t e, const Tensor& own_dy, const Tensor& own_x) {
             if (grouping.counts[e] > 0) add_weight_grad(main_grad.select(0, e), own_dy, own_x);

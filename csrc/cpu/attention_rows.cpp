@@ -66,8 +66,8 @@ TP_MULTIVERSION void scale_row(A* x, int64_t n, A factor) {
   for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
 
-// A kind per loop, without a branch in it: else it is no vector loop. A mask of zeros is added, so that
-// all kinds round alike.
+// A kind per loop, without a branch in it: else it is no vector loop. A mask of zeros is added, so
+// that all kinds round alike.
 template <typename A, bool Masked, bool Capped>
 TP_MULTIVERSION void grads_of_row(A* __restrict p, A* __restrict dp, const A* __restrict mask,
                                   int64_t begin, int64_t end, A scale, A lse, A dot, A dscale) {

@@ -33,8 +33,8 @@ struct Range {
 // Whether the machine has the instructions
 bool supported();
 
-// x_columns [hidden, kMaxTokens] is x transposed, and 0 beyond the tokens; the range is in multiples
-// of kColumns
+// x_columns [hidden, kMaxTokens] is x transposed, and 0 beyond the tokens; the range is in
+// multiples of kColumns
 void logits(const float* x_columns, const float* w, float* y, int64_t stride, Shape shape,
             Range range);
 

@@ -1,5 +1,5 @@
-// 8-bit floating point on the CPU: the largest finite magnitude of a matrix, of its rows or columns,
-// and its values with the scale that this gives.
+// 8-bit floating point on the CPU: the largest finite magnitude of a matrix, of its rows or
+// columns, and its values with the scale that this gives.
 
 #include "args/float8.h"
 
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> quantize_to(const Tensor& x, const Tensor& amax, at::
   const Tensor codes = at::empty({m, n}, x.options().dtype(dtype));
   const Tensor scales = at::empty_like(amax), inverse = at::empty_like(amax);
   for (int64_t i = 0; i < amax.numel(); ++i) {
-    const float scale = float8_scale(Format::kMost, in<float>(amax)[i]);
+    const float scale = float8_scale(Format::kMax, in<float>(amax)[i]);
     out<float>(scales)[i] = scale;
     out<float>(inverse)[i] = 1.f / scale;
   }

@@ -220,6 +220,8 @@ void backward_chunk(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate
                                 kBias ? sums_up.odd() + first : nullptr, pairs, ahead * f / 2);
     };
     loop(pairs_at(grad), pairs_at(gate), pairs_at(up), pairs_at(dgate), pairs_at(dup), 0, n / 2);
+    // The last one is copied to a pair of its own: at its place a pair would overwrite what follows
+    // the row. The sums have room for the other half.
     if (n % 2 != 0) {
       const Bf16Pair last_grad = padded(grad[n - 1]);
       const Bf16Pair last_gate = padded(gate[n - 1]), last_up = padded(up[n - 1]);
@@ -236,6 +238,7 @@ void backward_chunk(const T* grad, const T* gate, ConstColumns<T> bias, T* dgate
         backward_lanes<Act, kBias>(grad, gate, up, bias_gate, bias_up, dgate, dup, sums.data,
                                    sums_up.data, done, f * ahead);
     }
+    // The rest of fp16, fp32 and fp64 [Note: bf16 is processed in pairs, fp16 by 16]
     Fp32Buffer<T> upstream, from_gate, from_up, to_gate, to_up;
     for_each_buffer<T>(done, n, [&](int64_t i, int64_t m) {
       const T* const next = gate + i + 2 * f * ahead;

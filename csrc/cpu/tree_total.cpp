@@ -1,4 +1,4 @@
-// CPU: the root of a tree of nodes, chunk by chunk: the sums of a chunk that wait stay in the cache.
+// CPU: the root of a tree of nodes, chunk by chunk: a chunk's sums that wait stay in the cache.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

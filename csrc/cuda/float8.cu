@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> quantize_on_gpu(const Tensor& x, const Tensor& amax,
   check_amax(amax, x);
   check_float8_format(dtype);
   const c10::cuda::CUDAGuard guard(x.device());
-  const double most = dtype == at::kFloat8_e4m3fn ? E4m3::kMost : E5m2::kMost;
+  const double most = dtype == at::kFloat8_e4m3fn ? E4m3::kMax : E5m2::kMax;
   const Tensor scale =
       at::where(amax == 0, 1., most / amax.to(at::kDouble).clamp_min(1e-12)).to(at::kFloat);
   const Tensor wide = x.to(at::kFloat);

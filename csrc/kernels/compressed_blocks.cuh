@@ -1,5 +1,5 @@
-// Compressed gradients on CUDA: a warp per block of values, a lane per value, in two passes over the
-// block, the second of which reads from the L1 cache. Blocks lie at any byte of the wire.
+// Compressed gradients on CUDA: a warp per block of values, a lane per value, in two passes over
+// the block, the second of which reads from the L1 cache. Blocks lie at any byte of the wire.
 
 #pragma once
 
@@ -33,9 +33,9 @@ __device__ __forceinline__ BlockOfRank owner_of(const int64_t* __restrict__ plac
   }
 }
 
-// x / divisor, rounded as a division rounds it: of two numbers of 24 bits it is no nearer to the middle
-// between two others than 2^-49 of itself, where the product in fp64 is off by 2^-52. A division would
-// be a call for some operands, for which registers are spilled.
+// x / divisor, rounded as a division rounds it: of two numbers of 24 bits it is no nearer to the
+// middle between two others than 2^-49 of itself, where the product in fp64 is off by 2^-52. A
+// division would be a call for some operands, for which registers are spilled.
 class Quotient {
  public:
   __device__ __forceinline__ explicit Quotient(float divisor) : inverse_(1. / divisor) {}
@@ -78,7 +78,7 @@ __device__ __forceinline__ int values_in(int64_t count, int64_t first, int64_t b
   return static_cast<int>(count - first < block ? count - first : block);
 }
 
-// Calls f(first value, number of values, first byte) for the blocks of all ranks that are this warp's
+// Calls f(first value, number of values, first byte) for the blocks of all ranks that this warp has
 template <typename F>
 __device__ __forceinline__ void for_values_of_warp(const int64_t* __restrict__ places, int ranks,
                                                    int64_t block, int64_t blocks, F f) {

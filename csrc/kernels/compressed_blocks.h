@@ -1,6 +1,6 @@
 // Blocks of compressed gradients: a scale in fp32 and a code of 8 bits for each value, scale first,
 //
-//   value ~ decode(code) scale,   scale = max |value| / kMost, 1 where that is 0
+//   value ~ decode(code) scale,   scale = max |value| / kMax, 1 where that is 0
 //
 // with codes that are int8 or e4m3 (OCP 8-bit floating point). A block with a NaN or an Inf has the
 // scale NaN, and so decodes to NaN.
@@ -16,9 +16,9 @@ namespace tp_ext {
 constexpr int64_t kScaleBytes = sizeof(float);
 
 struct Int8Code {
-  static constexpr float kMost = 127;
+  static constexpr float kMax = 127;
 
-  // |q| <= kMost; rounds half to even: the sum has a unit in the last place of 1
+  // |q| <= kMax; rounds half to even: the sum has a unit in the last place of 1
   static TP_HD uint8_t encode(float q) {
     return static_cast<uint8_t>(same_bits<uint32_t>(q + 12582912.f));
   }
@@ -44,15 +44,15 @@ TP_HD float magnitude_of(float x) {
 template <typename Code>
 TP_HD float scale_of_block(float largest) {
   if (largest > std::numeric_limits<float>::max()) return std::numeric_limits<float>::quiet_NaN();
-  const float scale = largest / Code::kMost;
+  const float scale = largest / Code::kMax;
   return scale == 0.f ? 1.f : scale;
 }
 
 // The code of q = x / scale; any for a scale of NaN
 template <typename Code>
 TP_HD uint8_t code_of(float q) {
-  q = q < Code::kMost ? q : Code::kMost;
-  q = q > -Code::kMost ? q : -Code::kMost;
+  q = q < Code::kMax ? q : Code::kMax;
+  q = q > -Code::kMax ? q : -Code::kMax;
   return Code::encode(q);
 }
 

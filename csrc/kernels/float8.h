@@ -1,5 +1,5 @@
-// OCP 8-bit floating point from fp32: e4m3 (float8_e4m3fn, to 448) and e5m2 (to 57344), rounded half to
-// even, in plain loops' arithmetic.
+// OCP 8-bit floating point from fp32: e4m3 (float8_e4m3fn, to 448) and e5m2 (to 57344), rounded
+// half to even, in plain loops' arithmetic.
 
 #pragma once
 
@@ -7,9 +7,9 @@
 
 namespace tp_ext {
 
-// |q| <= kMost or NaN
+// |q| <= kMax or NaN
 struct E4m3 {
-  static constexpr float kMost = 448;
+  static constexpr float kMax = 448;
 
   static TP_HD uint8_t encode(float q) {
     const uint32_t u = same_bits<uint32_t>(q), magnitude = u & 0x7fffffffu;
@@ -23,7 +23,7 @@ struct E4m3 {
 };
 
 struct E5m2 {
-  static constexpr float kMost = 57344;
+  static constexpr float kMax = 57344;
 
   static TP_HD uint8_t encode(float q) {
     const uint32_t u = same_bits<uint32_t>(q), magnitude = u & 0x7fffffffu;
@@ -46,8 +46,8 @@ TP_HD float float8_scale(float most, float amax) {
 template <typename Format>
 TP_HD uint8_t float8_of(float x, float scale) {
   float q = x * scale;
-  q = q < -Format::kMost ? -Format::kMost : q;
-  q = q > Format::kMost ? Format::kMost : q;
+  q = q < -Format::kMax ? -Format::kMax : q;
+  q = q > Format::kMax ? Format::kMax : q;
   return Format::encode(x - x == 0.f ? q : x - x);
 }
 

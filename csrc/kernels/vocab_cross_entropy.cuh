@@ -99,6 +99,8 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
   using A = acc_t<T>;
   constexpr int N = kVec<T>;
   __shared__ A scratch[33];
+  // What the others compare travels with the rows: no collective of its own
+  // [Note: ranks compare width and vocabulary in the exchange of the loss]
   if (width >= 0 && blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
     put_shard_row(stats + 4 * rows, {width, vocab_size});
   }
@@ -113,6 +115,7 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
     const int64_t step = static_cast<int64_t>(blockDim.x) * N;
     int64_t i = cut.head + static_cast<int64_t>(threadIdx.x) * N;
     for (; i + (kCeUnroll - 1) * step < cut.body_end; i += kCeUnroll * step) {
+      // In two loops: each sum depends on the one before, and would hold back the next load
       Vec<T, N> x[kCeUnroll];
 #pragma unroll
       for (int k = 0; k < kCeUnroll; ++k) x[k] = load<N>(row, i + k * step);
@@ -127,10 +130,12 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
     const CeStats<A> all = merge_threads(mine, scratch);
     if (threadIdx.x == 0) {
       const int64_t t = target[r], hit = t - vocab_start;
+      // In an exchange a target that is too large is found after it, on all ranks alike
       in_range((t >= 0 && (t < vocab_size || width >= 0)) || t == ignore_index);
       const bool here = hit >= 0 && hit < vocab_local;
       stats[4 * r] = all.max;
       stats[4 * r + 1] = all.sum_exp;
+      // Of the ranks one has the target's logit: their sum is it
       stats[4 * r + 2] = here ? to_acc(row[hit]) : A(0);
       stats[4 * r + 3] = all.sum;
     }

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def scaled(x: Tensor, amax: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
     """The values of x in 8 bits, and the inverse of the scale that amax gives."""
-    most = MOST[format]
+    most = MAX[format]
     scale = torch.where(amax == 0, 1, most / amax.double().clamp_min(1e-12)).float()
     wide = x.float()
     q = (wide * scale).clamp(-most, most)

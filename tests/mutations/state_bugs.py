@@ -153,8 +153,8 @@ STATE_BUGS = [
     _bug(
         "checksum_of_one_rank",
         "debug/replication.py",
-        "len({one[key] for one in held if key in one}) > 1",
-        "len({one[key] for one in held[:1] if key in one}) > 1",
+        "len({of_rank[key] for of_rank in held if key in of_rank}) > 1",
+        "len({of_rank[key] for of_rank in held[:1] if key in of_rank}) > 1",
         "Replicas are compared with the first rank's checksum only, which equals itself.",
         "debug/test_replication.py::test_every_bit_counts",
     ),

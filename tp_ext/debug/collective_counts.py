@@ -168,6 +168,7 @@ def count_collectives() -> Iterator[CollectiveCounts]:
     try:
         yield counts
     finally:
+        # For good: the counter goes now, and groups may later
         rows = counts.rows
         counts._read = lambda: rows
         library.close_counter(counter)

@@ -52,6 +52,7 @@ def sha256(model: Stages, optimizer: Optimizer | None = None, *, mesh: DeviceMes
 
 def _digest(entries: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
+    # By name: no layout may decide the order
     for name in sorted(entries):
         value = entries[name]
         described = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else _plain(name, value)

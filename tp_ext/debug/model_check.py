@@ -57,9 +57,9 @@ def check(
     Communicates as :func:`findings`. Raises:
         RuntimeError: the same on every rank, with all findings. ValueError: see :func:`findings`.
     """
-    found = findings(model, group=group, mesh=mesh, optimizer=optimizer, batch=batch)
-    if found:
-        raise RuntimeError(f"model: {len(found)} findings\n" + "\n".join(f"- {sentence}" for sentence in found))
+    sentences = findings(model, group=group, mesh=mesh, optimizer=optimizer, batch=batch)
+    if sentences:
+        raise RuntimeError(f"model: {len(sentences)} findings\n" + "\n".join(f"- {text}" for text in sentences))
 
 
 def findings(
@@ -102,7 +102,7 @@ def findings(
             (:func:`declare_tied`) that differ. Batches are compared along ``tp`` alone.
         optimizer: an optimizer of the model's parameters.
         batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
-            so only the batch given here is compared; :class:`enable` compares all of them.
+            so only the batch given here is compared; :class:`compare_inputs` compares all of them.
 
     Communicates, over each group: one exchange of some 200 bytes per parameter; a second one, of values, if there are
     differences. If there are several groups, one exchange of the findings over each axis; with ``pp`` one of the names.
@@ -125,23 +125,27 @@ def findings(
     if group is not NOT_GIVEN and group is not None:  # the caller compares over this group alone
         return _findings_over(compared.name, known, alone + nonfinite, options, batch)
     groups, data = known.groups, over.data.axes
+    # Layers may have several groups of the same ranks, over which one comparison is enough
     names = list({tuple(global_ranks(name)): name for name in groups.within}.values())
     if len(names) < 2 and not data and over.pp.size == 1:
         return _findings_over(names[0] if names else "", known, alone + nonfinite, options, batch)
     # Without a group no rank compares: each says what it has found itself
-    found = [] if names else _findings_over("", known, alone + _on_this_rank(nonfinite), {}, batch)
+    sentences = [] if names else _findings_over("", known, alone + _on_this_rank(nonfinite), {}, batch)
     for name in names:
-        given = None if _has_other_tokens(known, name) else batch
-        found += _located(name, _findings_over(name, known, alone + nonfinite, options, given))
+        # Ranks that exchange tokens for experts have different batches, as they must
+        compared_batch = None if _has_other_tokens(known, name) else batch
+        sentences += _located(name, _findings_over(name, known, alone + nonfinite, options, compared_batch))
     for axis in data:
         if tuple(global_ranks(axis.name)) in map(tuple, map(global_ranks, names)):
             continue  # that of the experts
-        found += _located(axis.name, _findings_over(axis.name, known, [], options, None))
+        sentences += _located(axis.name, _findings_over(axis.name, known, [], options, None))
     if over.pp.size > 1:
-        found += _over_stages(known, process_group(over.pp.name))
+        sentences += _over_stages(known, process_group(over.pp.name))
+    # Along one axis after the other, so that each finding comes to all ranks, and all return one list
     for axis in (*groups.axes, *data, *([over.pp] if over.pp.size > 1 else [])):
-        found = [sentence for one in all_gather_objects(found, process_group(axis.name)) for sentence in one]
-    return list(dict.fromkeys(found))
+        of_ranks = all_gather_objects(sentences, process_group(axis.name))
+        sentences = [sentence for of_rank in of_ranks for sentence in of_rank]
+    return list(dict.fromkeys(sentences))
 
 
 def _located(group: str, sentences: list[str]) -> list[str]:
@@ -167,27 +171,28 @@ def _over_stages(model: Census, pipeline: ProcessGroup) -> list[str]:
     """
     params = [entry for entry in model.parameters.values() if not entry.value.is_meta]
     digests = tensor_digests(local_tensor(entry.value) for entry in params)
-    own = {entry.name: _InStage(digest, entry.copy_of) for entry, digest in zip(params, digests, strict=True)}
-    stages = all_gather_objects(own, pipeline)
+    in_stage = {entry.name: _InStage(digest, entry.copy_of) for entry, digest in zip(params, digests, strict=True)}
+    stages = all_gather_objects(in_stage, pipeline)
     originals: dict[str, list[int]] = {}
     for stage, of_stage in enumerate(stages):
-        for name, one in of_stage.items():
-            if one.copy_of != name:
+        for name, param in of_stage.items():
+            if param.copy_of != name:
                 originals.setdefault(name, []).append(stage)
-    found = [
+    sentences = [
         f"{name}: is in the stages {of} of the pipeline and must be in one: stages keep the names of the whole model"
         for name, of in originals.items()
         if len(of) > 1
     ]
     for stage, of_stage in enumerate(stages):
-        for name, one in of_stage.items():
-            for other in originals.get(one.copy_of, [])[:1]:
-                if (there := stages[other][one.copy_of].digest).shape == one.digest.shape and there != one.digest:
-                    found.append(
-                        f"{name}: in stage {stage} must be equal to {one.copy_of} in stage {other}, of which it is a "
+        for name, param in of_stage.items():
+            for other in originals.get(param.copy_of, [])[:1]:
+                original = stages[other][param.copy_of].digest
+                if original.shape == param.digest.shape and original != param.digest:
+                    sentences.append(
+                        f"{name}: in stage {stage} must be equal to {param.copy_of} in stage {other}, of which it is a "
                         "copy: sum the gradients of both over the two stages"
                     )
-    return found
+    return sentences
 
 
 def _findings_over(
@@ -200,22 +205,23 @@ def _findings_over(
     if not group:
         return alone
     tensors = {key: part for entry in table for key, part in replicated_parts(entry, group)}
-    given = dict(_tensors("batch", batch))
-    tensors |= {(one, -1, 0): local_tensor(tensor) for one, tensor in given.items()}
-    held = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
-    facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(given, "given") | options
-    mine = _Report(alone, facts_here, _slices(table, group), held)
+    inputs = dict(_tensors("batch", batch))
+    tensors |= {(name, -1, 0): local_tensor(tensor) for name, tensor in inputs.items()}
+    digests = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
+    facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(inputs, "given") | options
+    mine = _Report(alone, facts_here, _slices(table, group), digests)
     # [Note: check exchanges checksums, once]
     reports = all_gather_objects(mine, process_group(group))
-    all_held = [report.held for report in reports]
+    all_digests = [report.held for report in reports]
     facts = [report.facts for report in reports]
-    found = _merge_local_findings([report.alone for report in reports]) + _disagreements(facts) + _same_slices(reports)
+    sentences = _merge_local_findings([report.alone for report in reports])
+    sentences += _disagreements(facts) + _same_slices(reports)
     known = set.intersection(*(set(fact) for fact in facts))  # tensors that only some ranks have are in the facts
-    absent = describe_missing(all_held)
-    found += [sentence for sentence in absent if parameter_of(sentence.split(":")[0]) in known]
-    different = differing_keys(all_held)
-    found += describe_differences(different[:EXPLAINED], tensors, all_held, group) if different else []
-    return found + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
+    absent = describe_missing(all_digests)
+    sentences += [sentence for sentence in absent if parameter_of(sentence.split(":")[0]) in known]
+    different = differing_keys(all_digests)
+    sentences += describe_differences(different[:EXPLAINED], tensors, all_digests, group) if different else []
+    return sentences + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
 
 
 def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
@@ -232,7 +238,7 @@ def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
 def _forgotten(model: Census) -> list[str]:
     """Returns a sentence if no layer has a group though the job has several ranks."""
     ranks = job_ranks()
-    if ranks == 1 or any(one.size > 1 for one in model.groups_in_use()):  # experts may be sharded alone
+    if ranks == 1 or any(group.size > 1 for group in model.groups_in_use()):  # experts may be sharded alone
         return []
     return [f"model: no layer is sharded, in a job of {ranks} ranks: pass group= to the layers, or to this function"]
 
@@ -240,7 +246,7 @@ def _forgotten(model: Census) -> list[str]:
 def _is_sharded_over(model: Census, group: str) -> bool:
     """Returns whether layers are sharded over the group, whose ranks then have the same tokens."""
     ranks = global_ranks(group)
-    used = any(global_ranks(one.name) == ranks for one in model.groups_in_use() if one.size > 1)
+    used = any(global_ranks(other.name) == ranks for other in model.groups_in_use() if other.size > 1)
     return used and not _has_other_tokens(model, group)
 
 
@@ -263,6 +269,7 @@ class _Report(NamedTuple):
 def _wrong_shapes(table: list[ComparedTensor]) -> Iterator[str]:
     for entry in table:
         name, shape, layout = entry.name.rpartition(".")[2], entry.tensor.shape, entry.layout
+        # A layer knows the full shapes; of other layouts the lengths must fit together
         if entry.layer is not None and name in entry.layer.tp_layouts:
             expected = entry.layer.local_shape(name)
         elif all(-len(shape) <= sharding.dim < len(shape) for sharding, _ in layout):
@@ -334,7 +341,7 @@ def _slices(table: list[ComparedTensor], group: str) -> dict[str, list[tuple[int
             digests = tensor_digests(shares)
             if tensor is not entry.tensor:  # of a mean over features, all rows are alike on all ranks
                 varies = [_varies_along_each_dim(share) for share in shares]
-                digests = [one._replace(varied=of_each) for one, of_each in zip(digests, varies, strict=True)]
+                digests = [digest._replace(varied=varied) for digest, varied in zip(digests, varies, strict=True)]
             slices[name] = list(zip(starts, digests, strict=False))
     return slices
 
@@ -358,13 +365,13 @@ def _disagreements(facts: list[dict[str, str]]) -> list[str]:
         values = tuple(fact.get(name, "missing") for fact in facts)
         if len(set(values)) > 1:
             names.setdefault(values, []).append(name)
-    found = []
+    sentences = []
     for values, alike in names.items():
         by_value = [f"{v} on ranks {[r for r, w in enumerate(values) if w == v]}" for v in dict.fromkeys(values)]
         more = f" and {len(alike) - 3} more" if len(alike) > 3 else ""
         hint = "; seed them alike, with tp_ext.manual_seed" if "generator" in alike[0] else ""
-        found.append(f"{', '.join(alike[:3])}{more}: {', '.join(by_value)}{hint}")
-    return found
+        sentences.append(f"{', '.join(alike[:3])}{more}: {', '.join(by_value)}{hint}")
+    return sentences
 
 
 def _alike(reports: list[_Report], name: str, a: int, b: int) -> bool:
@@ -375,7 +382,7 @@ def _alike(reports: list[_Report], name: str, a: int, b: int) -> bool:
 
 
 def _same_slices(reports: list[_Report]) -> list[str]:
-    found = []
+    sentences = []
     for name in reports[0].slices:
         param = parameter_of(name)
         for a, b in itertools.combinations(range(len(reports)), 2):
@@ -389,6 +396,8 @@ def _same_slices(reports: list[_Report]) -> list[str]:
                     else "something took one for a copy of the other (a DDP wrap over both, a broadcast, a state dict "
                     "of another rank), or each drew its shard from the same seed (pass init= to the layer)"
                 )
-                found.append(f"{name}: ranks {a} and {b} hold the same bits and should hold different slices; {cause}")
+                sentences.append(
+                    f"{name}: ranks {a} and {b} hold the same bits and should hold different slices; {cause}"
+                )
                 break
-    return found
+    return sentences

@@ -34,7 +34,9 @@ def annotate(model: nn.Module) -> Iterator[None]:
     hooks = []
     for name, module in model.named_modules():
         kind = type(module).__name__
+        # Before the module's other hooks, whose time is the module's, too
         hooks.append(module.register_forward_pre_hook(enter(f"{name} ({kind})" if name else kind), prepend=True))
+        # Also after an error: a range that stays open would take in all that follows
         hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield

@@ -69,10 +69,11 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
         tensors = {key: part for entry in table for key, part in replicated_parts(entry, group)}
     else:
         tensors = {("tensor", -1, 0): local_tensor(model_or_tensor)}
-    held = all_gather_objects(dict(zip(tensors, tensor_digests(tensors.values()), strict=True)), process_group(name))
-    sentences, different = describe_missing(held), differing_keys(held)
+    digests = all_gather_objects(dict(zip(tensors, tensor_digests(tensors.values()), strict=True)), process_group(name))
+    sentences, different = describe_missing(digests), differing_keys(digests)
+    # A tensor that a rank lacks is said first; the values of others would not explain it
     if different and not sentences:
-        sentences = describe_differences(different[:1], tensors, held, name)
+        sentences = describe_differences(different[:1], tensors, digests, name)
     if sentences:
         others = f"; {len(different) - 1} more tensors differ" if len(different) > 1 else ""
         raise AssertionError(sentences[0] + others)
@@ -81,7 +82,7 @@ def assert_replicated(model_or_tensor: nn.Module | Tensor, *, group: Group) -> N
 def compared_tensors(model: Census, group: Group) -> list[ComparedTensor]:
     """Returns every parameter and buffer of the model once, except those that are sharded over another group with some
     of this group's ranks, which cannot be compared over this group."""
-    found = []
+    table = []
     ranks = global_ranks(group)
     layers: dict[int, ParallelModule] = {}
     for layer in model.layers.values():  # inner ones come later
@@ -96,8 +97,8 @@ def compared_tensors(model: Census, group: Group) -> list[ComparedTensor]:
             elif len(set(members) & set(ranks)) > 1:
                 break
         else:
-            found.append(ComparedTensor(name, tensor, layers.get(id(tensor)), shared, layout))
-    return found
+            table.append(ComparedTensor(name, tensor, layers.get(id(tensor)), shared, layout))
+    return table
 
 
 def replicated_parts(entry: ComparedTensor, group: Group) -> Iterator[tuple[PartKey, Tensor]]:
@@ -169,8 +170,8 @@ def tensor_digests(tensors: Iterable[Tensor]) -> list[TensorDigest]:
 def describe_missing(held: list[dict[PartKey, TensorDigest]]) -> list[str]:
     """Returns a sentence for each whole tensor that not all ranks have."""
     sentences = []
-    for key in dict.fromkeys(key for one in held for key in one):
-        ranks = [rank for rank, one in enumerate(held) if key not in one]
+    for key in dict.fromkeys(key for of_rank in held for key in of_rank):
+        ranks = [rank for rank, of_rank in enumerate(held) if key not in of_rank]
         if ranks and key[1] < 0:
             sentences.append(f"{key[0]}: must be replicated; missing on ranks {ranks} of {len(held)}")
     return sentences
@@ -178,8 +179,8 @@ def describe_missing(held: list[dict[PartKey, TensorDigest]]) -> list[str]:
 
 def differing_keys(held: list[dict[PartKey, TensorDigest]]) -> list[PartKey]:
     """Returns the keys whose holders differ; the same on every rank, so that all take part in further communication."""
-    keys = dict.fromkeys(key for one in held for key in one)
-    return [key for key in keys if len({one[key] for one in held if key in one}) > 1]
+    keys = dict.fromkeys(key for of_rank in held for key in of_rank)
+    return [key for key in keys if len({of_rank[key] for of_rank in held if key in of_rank}) > 1]
 
 
 def describe_differences(
@@ -189,7 +190,7 @@ def describe_differences(
     mine = [tensors[key].cpu() if key in tensors else None for key in keys]
     everyone = all_gather_objects(mine, process_group(group))
     return [
-        _sentence(key, {r: value for r, one in enumerate(everyone) if (value := one[i]) is not None}, held)
+        _sentence(key, {r: value for r, of_rank in enumerate(everyone) if (value := of_rank[i]) is not None}, held)
         for i, key in enumerate(keys)
     ]
 
@@ -203,6 +204,7 @@ def _sentence(key: PartKey, values: dict[int, Tensor], held: list[dict[PartKey, 
     a, b = values[other[0]], values[same[0]]
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{start}: {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
+    # By bits, since NaN differs from itself as a number
     wide = bits_of(a).numel() // max(a.numel(), 1)
     first = int((bits_of(a) != bits_of(b)).nonzero()[0]) // wide
     index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []

@@ -78,6 +78,7 @@ class Timeline:
     def idle(self, rank: int) -> float:
         """Returns the share of the time in which the rank is in no phase; collectives within phases are computation."""
         busy, until = 0.0, 0.0
+        # Phases may lie within each other, and a time counts once
         for span in self._spans(rank):
             if span.kind != COMMUNICATION and span.end > until:
                 busy += span.end - max(span.begin, until)
@@ -117,6 +118,7 @@ class Timeline:
             for span in spans:
                 lane = "messages" if span.name in _MESSAGES else span.kind if span.kind == COMMUNICATION else "phases"
                 bars.setdefault((lane, span.kind), []).append((1e3 * span.begin, 1e3 * (span.end - span.begin)))
+                # Texts are wider than short spans, and would cover each other
                 if span.begin >= labelled[lane] and (text := _label(span, seconds)):
                     labelled[lane] = span.end
                     x, y = 1e3 * (span.begin + span.end) / 2, rank + _LANES[lane][0] + _LANES[lane][1] / 2
@@ -223,6 +225,7 @@ def spans_of_trace(trace: dict[str, Any], calls: Iterable[Call]) -> list[Span]:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     phases = [found for event in events if (found := _phase_of(event)) is not None]
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    # With kernels the host's own times are those of launches
     if kernels:
         spans = [*_phases_of_kernels(phases, kernels, events), *_collectives_of_kernels(kernels)]
     else:
@@ -251,6 +254,7 @@ def _times(event: Event) -> tuple[float, float]:
 
 def _collectives_of_host(events: list[Event], calls: Iterable[Call]) -> Iterator[Span]:
     """Yields the collectives from the begin of their operator to the end of the work that it issues."""
+    # The profiler knows no sizes: they are those of our counter, whose calls of an operator come in the same order
     issued: dict[str, deque[Call]] = defaultdict(deque)
     for call in calls:
         issued[call[0]].append(call)

@@ -152,6 +152,7 @@ class _Rules(TorchFunctionMode):
                     self._type_of_integers(one)
         if operator is None:
             return func(*args, **(kwargs or {}))
+        # Rules take the arguments by name, however they were passed
         bound = inspect.signature(operator.forward).bind(*args, **(kwargs or {}))
 
         def compute(*arguments: Any) -> Any:

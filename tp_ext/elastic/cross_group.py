@@ -60,6 +60,7 @@ class CrossGroup:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         work = self._backend.allreduce([tensor], options)
+        # With the tensor: threads of gloo use its memory as long as the work goes on
         self._works.append((work, tensor))
         return work
 
@@ -76,6 +77,7 @@ class CrossGroup:
                 group._register_backend(torch.device(device), kind, self._backend)
             group._set_default_backend(kind)
             group._set_group_name(self._registered)
+            # What new_group would enter, which all ranks of one job have to call
             world: Any = c10d._world
             world.pg_map[group] = (_BACKEND, self._store)
             world.pg_names[group] = self.name

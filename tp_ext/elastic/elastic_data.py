@@ -215,6 +215,7 @@ class ElasticData:
             joiners = self._proposals.joiners(last)
             ready = len(joiners) >= self._least and any(one.id == self._id for one in joiners)
             gone = set() if last is None else self._pulse.gone(last.ids)
+            # Nobody of the last view lives: those that wait begin anew, with the weights of one of them
             if ready and (last is None or gone >= set(last.ids)):
                 self._board.propose(self._proposals.first(last, joiners))
             elif time.monotonic() > deadline:
@@ -286,12 +287,14 @@ class ElasticData:
             source, target = (model, None) if gives else (None, model)
             moves = plan(source, target, process_group=few.process_group(), optimizers=pair)
             if not gives:
+                # Before they come: of a replica that has got weights the others must know of which step these are
                 self._proposals.note_move(view, self._id, self._moved)
             moves.run()
             if not gives and not self._moved:
                 self._moved = True
                 self._proposals.note_moved(self._id)
         except RankLost as error:
+            # All had confirmed: these weights are whole, though ranks are gone since
             if error.installed and not gives and not self._moved:
                 self._moved = True
                 self._proposals.note_moved(self._id)
@@ -376,6 +379,7 @@ class ElasticData:
                 if self._board.read(f"decided/{phase}") is not None:
                     raise GivenUpError
                 pause()
+        # An interrupt, too, must let go of the thread that connects
         except BaseException:
             cross.abandon()
             raise

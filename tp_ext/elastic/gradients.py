@@ -45,6 +45,7 @@ class MeanGradients:
         device = self._params[0].device
         total = torch.tensor([float(self._count)], dtype=torch.float64, device=device)
         all_reduce(total, False)
+        # Without any token the gradients become zero, and not NaN
         share = self._count / max(total.item(), 1e-300)
         kinds = kinds_of_gradients(self._params)
         all_reduce(kinds, True)

@@ -52,6 +52,7 @@ class Phases:
         key, everyone, pause = f"decided/{phase}", len(view.members) * self._size, Pause()
         if error is not None:
             self._board.first(key, NO)
+        # The last one that is done proposes it for all
         elif self._board.count(f"done/{phase}", 1) == everyone:
             self._board.first(key, YES)
         while (word := self._board.read(key)) is None:

@@ -31,33 +31,35 @@ class Proposals:
     def joiners(self, view: View | None) -> list[Replica]:
         """Returns the replicas that wait to take part."""
         known = set() if view is None else {*view.ids, *view.out}
-        waiting = [one for one in self._board.joined() if one.id not in known]
-        gone = self._pulse.gone([one.id for one in waiting]) if waiting else set()
-        return [one for one in waiting if one.id not in gone]
+        waiting = [replica for replica in self._board.joined() if replica.id not in known]
+        gone = self._pulse.gone([replica.id for replica in waiting]) if waiting else set()
+        return [replica for replica in waiting if replica.id not in gone]
 
     def first(self, last: View | None, joiners: Sequence[Replica]) -> View:
         """Returns a view of replicas that are all new, after the last one, whose members are all gone."""
         giver = self._giver(joiners)
         number, out = (1, ()) if last is None else (last.number + 1, (*last.out, *last.ids))
-        return View(number, tuple(joiners), tuple(one.id for one in joiners), giver.id, giver.step, out)
+        return View(number, tuple(joiners), tuple(joiner.id for joiner in joiners), giver.id, giver.step, out)
 
     def with_joiners(self, view: View, step: int) -> View:
         """Returns the view with those that wait."""
         gone = self._pulse.gone(view.ids)
         # This rank may not know yet that its own replica is gone
-        members = [one for one in view.members if one.id not in gone] or list(view.members)
+        members = [member for member in view.members if member.id not in gone] or list(view.members)
         joiners = self.joiners(view)
-        out = (*view.out, *(one for one in view.ids if one not in [member.id for member in members]))
-        fresh = tuple(one.id for one in joiners)
+        out = (*view.out, *(id_ for id_ in view.ids if id_ not in [member.id for member in members]))
+        fresh = tuple(joiner.id for joiner in joiners)
+        # Any member has the weights of this step: the first one gives them
         return View(view.number + 1, (*members, *joiners), fresh, members[0].id if fresh else "", step, out)
 
     def survivors(self, view: View, gone: AbstractSet[str]) -> View:
         """Returns the view without those that are gone."""
-        members = tuple(one for one in view.members if one.id not in gone)
-        fresh = tuple(one for one in view.fresh if one not in gone)
+        members = tuple(member for member in view.members if member.id not in gone)
+        fresh = tuple(id_ for id_ in view.fresh if id_ not in gone)
         source, step = "", view.step
         if fresh and len(fresh) < len(members):
-            source = next(one.id for one in members if one.id not in fresh)
+            # The member that was to give its weights may be among those that are gone
+            source = next(member.id for member in members if member.id not in fresh)
         elif fresh:
             giver = self._giver(members)
             source, step = giver.id, giver.step
@@ -67,15 +69,15 @@ class Proposals:
         """Returns the replica that gives its weights if all are new, with the step of its weights: of those whose ranks
         all have their own, or all those that they got, the one with the largest step."""
         whole = []
-        for one in replicas:
-            moved = self._board.count(f"moved/{one.id}")
+        for replica in replicas:
+            moved = self._board.count(f"moved/{replica.id}")
             if moved == 0:
-                whole.append(one)
-            elif moved == self._size and self._board.read(f"mixed/{one.id}") is None:
-                whole.append(one._replace(step=int(self._board.read(f"given/{one.id}") or one.step)))
+                whole.append(replica)
+            elif moved == self._size and self._board.read(f"mixed/{replica.id}") is None:
+                whole.append(replica._replace(step=int(self._board.read(f"given/{replica.id}") or replica.step)))
         if not whole:
             raise RuntimeError(
                 "begin: no replica is left that has the weights as a whole; load a checkpoint and begin with another "
                 "store"
             )
-        return max(whole, key=lambda one: one.step)
+        return max(whole, key=lambda replica: replica.step)

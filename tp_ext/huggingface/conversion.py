@@ -96,12 +96,15 @@ def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Te
     if conversions is None:  # as transformers: of a model that no files made
         mapping = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [transform for transform in mapping if not isinstance(transform, core.PrefixChange)] or None
+    # What was done last is undone first, as transformers does: conversions of submodels are listed later
     reverse = [transform.reverse_transform() for transform in (conversions or [])[::-1]]
     renamings = [transform for transform in reverse if isinstance(transform, core.WeightRenaming)]
     converters = [transform for transform in reverse if isinstance(transform, core.WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     by_target: dict[str, TensorGroup] = {}
+    # Without conversions transformers writes the tensors in the order of the model, else by numbers
     for name in tensors if conversions is None else sorted(tensors, key=core.dot_natural_key):
+        # Results get their new names in convert(): renamings may act on the patterns by which a converter names them
         target, pattern = core.apply_converters(name, converters)
         if pattern is None:
             target = core.apply_renamings(name, renamings)

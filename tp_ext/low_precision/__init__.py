@@ -1,4 +1,4 @@
-"""Fewer bits: frozen weights of 8 and 4 bits, the same values for every number of ranks; gradients of 8 bits."""
+"""Fewer bits: linears that multiply in 8-bit floating point; frozen weights of 8 and 4 bits; gradients of 8 bits."""
 
 from tp_ext.low_precision.compress import CompressedGradients as CompressedGradients
 from tp_ext.low_precision.compress import compress_gradients as compress_gradients

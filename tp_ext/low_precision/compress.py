@@ -129,6 +129,7 @@ def _choose(
     if any(module in _models for module in model.modules()):
         raise ValueError("model: its gradients must not be compressed already")
     parts = census(model)
+    # A wrapper inside would take the means of its own part before, in full precision
     if inner := [path for path, wrapper in parts.wrappers.items() if wrapper is not model]:
         raise ValueError(f"model: {inner[0]} must not be wrapped by DDP; pass the wrapper itself")
     if ddp is not None and ddp._comm_hooks:
@@ -139,6 +140,7 @@ def _choose(
     for path, module in parts.modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{path}: gradients of sparse=True must not be compressed")
+    # Names without DDP's prefix, as users and checkpoints know them
     own = parts if ddp is None else census(ddp.module)
     axis = parallel_group(data)
     chosen = _Chosen({}, [])
@@ -148,6 +150,7 @@ def _choose(
             continue
         if isinstance(param, DTensor):
             raise ValueError(f"{name}: a DTensor must not be compressed: FSDP2 reduces parts of several parameters")
+        # Experts: the ranks of the axis hold different elements, of which there is no mean
         if is_sharded_over(entry.layout, axis, name):
             continue
         assert isinstance(param, nn.Parameter)

@@ -110,6 +110,7 @@ class Census:
             return found
         group, argument = parallel_group(self.axes.tp).plain(), self.axes.argument
         ranks = tuple(global_ranks(group.name))
+        # Experts are sharded over data ranks, which say nothing about the tensor-parallel axis
         theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(self.axes.ep.name))}
         if theirs and ranks not in theirs:
             names = " or ".join(_shown(members) for members in sorted(theirs))

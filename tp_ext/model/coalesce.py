@@ -79,6 +79,7 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     hooks = _Hooks(groups)
     return CoalescedGradients(
         module.register_forward_pre_hook(hooks.enter),
+        # Also after an error in forward: the next one would take tensors of this graph
         module.register_forward_hook(hooks.leave, always_call=True),
     )
 
@@ -103,6 +104,7 @@ def uncoalesce_gradients(module: nn.Module) -> None:
         for hook in each._forward_pre_hooks.values():
             hooks = getattr(hook, "__self__", None)
             if isinstance(hooks, _Hooks):
+                # The handle that could remove the hooks is the caller's; without groups they do nothing
                 hooks.groups = {}
 
 
@@ -118,6 +120,7 @@ def _in_transform() -> bool:
 def _splitting_schedule() -> str:
     """Returns the class of the schedule of torch that runs this forward, if it splits the backward; else ""."""
     known = sys.modules.get("torch.distributed.pipelining.schedules")
+    # Nothing else says that a schedule runs: no flag does [Note: a backward in two halves keeps results, not flags]
     frame: FrameType | None = sys._getframe(1) if known is not None else None
     while frame is not None:
         schedule = frame.f_locals.get("self") if frame.f_code.co_filename == getattr(known, "__file__", "") else None
@@ -151,6 +154,7 @@ class _Hooks:
                 if layer.is_coalesced(name):  # by the hooks of an outer module
                     continue
                 value = layer.entering_parameter(name)
+                # What FSDP2 has not gathered yet is the layer's to sum
                 if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, DTensor):
                     names.append((layer, name))
                     values.append(value)

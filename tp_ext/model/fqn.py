@@ -166,6 +166,7 @@ def _layout_of_parametrization(key: str, module: nn.Module, name: str, owner: nn
     made_by = module.get_submodule(f"parametrizations.{name}")
     if p > 1 and (whole := OF_THE_WHOLE.intersection(type(m).__name__ for m in made_by.children())):
         raise ValueError(f"module: {key!r}: {min(whole)} must see all of {name}, of which a rank has a shard, p = {p}")
+    # One tensor that takes the place of the other: its elements are sharded as they were
     if owner is made_by and local == "original":
         return layout
     same_dims = value.dim() == len(module.local_shape(name))

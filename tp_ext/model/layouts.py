@@ -59,6 +59,7 @@ class _DeclaredLayouts(dict[str, Layout]):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A plain dict: in another process the reference to the module would mean nothing
         return dict, (dict(self),)
 
 
@@ -98,6 +99,7 @@ def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
         if tensor is None:
             known = [*module._parameters, *module._buffers]
             raise ValueError(f"layouts: {name!r} must be a parameter or buffer of the module itself, one of {known}")
+        # Raises for a tensor of another shape, before anything is declared
         layout.local_chunks(tensor)
     table = _DeclaredLayouts({**layouts_of(module), **layouts})
     table.module = weakref.ref(module)

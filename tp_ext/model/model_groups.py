@@ -56,6 +56,7 @@ class ModelGroups(NamedTuple):
         Raises:
             ValueError: the layout has several groups within one axis that do not make up the axis.
         """
+        # The usual case, asked for each parameter of a norm: sharded over the only axis, so no other rank holds it
         if len(self.axes) == 1 and len(layout) == 1 and layout[0][1].size == self.axes[0].size:
             return True
         spanned = self.spanned(tensor.device_mesh) if isinstance(tensor, DTensor) else []
@@ -72,6 +73,8 @@ class ModelGroups(NamedTuple):
                 raise ValueError(
                     f"layout: its groups of {sizes} ranks must make up the {axis.size} ranks of their axis"
                 )
+            # Along this axis several ranks hold the same shard: the first of them counts it, or those of the first
+            # group
             if not (self._place(groups[0])[1] if groups else axis.rank == 0):
                 return False
         return True
@@ -98,6 +101,8 @@ def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
             names[plain.name] = tuple(global_ranks(plain.name))
             ranks.setdefault(names[plain.name], plain)
     largest = [rank for rank in ranks if not any(set(rank) < set(other) for other in ranks)]
+    # Of groups that overlap otherwise no rank could know which others hold its shard
+    # [Note: a layout is a tuple of shardings and groups]
     for i, one in enumerate(largest):
         for other in largest[:i]:
             if len(set(one) & set(other)) > 1:

@@ -181,6 +181,7 @@ class ParallelModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         own = self._parameters.get(name)  # None while a parametrization is registered or removed
+        # Only a parameter of another layer has a layout already: the two are tied
         if own is not None and own is not param and hasattr(param, "tp_layout"):
             self.tied.add(name)
         Carriers.changes += 1
@@ -222,6 +223,7 @@ class ParallelModule(nn.Module):
             local.requires_grad_(full.requires_grad)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Parameters may be new ones, without the attributes of the old ones
         super()._apply(fn, recurse)
         mirror_layouts(self)
         return self
@@ -231,6 +233,7 @@ class ParallelModule(nn.Module):
         memo[id(self)] = copied
         for key, value in self.__dict__.items():
             copied.__dict__[key] = copy.deepcopy(value, memo)
+        # Copies of parameters have lost their attributes
         mirror_layouts(copied)
         return copied
 
@@ -244,6 +247,7 @@ class ParallelModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # In another job, or on another rank, the shard would be taken for that of the rank that loads it
         for group in {
             self.tp_group,
             self.weight_group,

@@ -109,6 +109,7 @@ def reset_parameters(model: Stages) -> None:
     name_modules(model)
     # As constructors do: nn.MultiheadAttention has zeros where its linear has drawn a bias
     owners = [module for _, module in _paths(whole, "", set(), children_first=True) if _draws(module)]
+    # Before anything is drawn: an error in the middle would leave half of the weights new
     for module in owners:
         for local, param in module._parameters.items():
             if param is not None and param.is_meta:
@@ -156,6 +157,7 @@ def _draws(module: nn.Module) -> bool:
 def _reset_by(module: Any, seed: int, drawn: dict[int, Tensor]) -> None:
     """Calls ``reset_parameters`` of a module that is not ours, and leaves what is ``drawn`` already."""
     own = {local: param for local, param in module._parameters.items() if param is not None}
+    # A weight that is tied to a layer's was drawn as that layer's, and reset_parameters draws all of them
     kept = {local: param.detach().clone() for local, param in own.items() if id(param) in drawn}
     for local, param in own.items():
         if isinstance(param, DTensor):  # drawn in full, as in one process; of that this rank keeps its slice
@@ -167,10 +169,12 @@ def _reset_by(module: Any, seed: int, drawn: dict[int, Tensor]) -> None:
             (getattr(module, "reset_parameters", None) or module._reset_parameters)()
         full = {local: param.detach() for local, param in module._parameters.items() if param is not None}
     finally:
+        # Also after an error, which must not leave full tensors in the place of FSDP2's
         module._parameters.update(own)
     for local, param in own.items():
         if local in kept:
             param.copy_(kept[local])
         elif isinstance(param, DTensor):
+            # Every rank has drawn the same full tensor, so nothing is sent
             part = distribute_tensor(full[local], param.device_mesh, param.placements, src_data_rank=None)
             param.to_local().copy_(part.to_local())

@@ -60,6 +60,7 @@ def check_same_input(name: str, given: Tensor, group: ParallelGroup) -> None:
     if group.size == 1 or torch.compiler.is_compiling():
         return
     ranks, values = process_group(group.name), given.detach().long()
+    # As long on all ranks, whatever their shapes: an exchange of unequal lengths would fail and not say why
     shape = [*values.shape, *[-1] * 8][:8]
     mine = torch.cat([torch.tensor(shape, device=values.device), checksum(bits_of(values))])
     everyone = _all_gather_values(mine, ranks).tolist()
@@ -69,6 +70,7 @@ def check_same_input(name: str, given: Tensor, group: ParallelGroup) -> None:
     shapes = [[n for n in one[:8] if n >= 0] for one in everyone]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: {rule}; the shapes are {shapes}, p = {group.size}")
+    # Only here, where the shapes agree and there is an error to explain, do values travel
     flat = _all_gather_values(values.flatten(), ranks)
     others = [rank for rank in range(group.size) if everyone[rank] != everyone[0]]
     first = int((flat[others[0]] != flat[0]).nonzero()[0])

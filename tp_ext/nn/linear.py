@@ -134,7 +134,8 @@ class ColumnParallelLinear(ParallelLinear):
         """
         attributes = self.__dict__  # faster, see operands()
         group, skip_bias_add = attributes["tp_group"], attributes["skip_bias_add"]
-        # Each form adds the bias in its operator, or leaves it to be added here
+        # Each form adds the bias in its operator, or leaves it to be added here. Few bits come first: such a layer
+        # has no weight that another form could read
         if attributes["low_bits"] is not None:
             y = self._of_low_bits(x, total_tokens, weight)
             bias = self.parameter("bias")
@@ -165,6 +166,7 @@ class ColumnParallelLinear(ParallelLinear):
                 main_grad,
                 attributes["overlap_chunks"],
             )
+        # One rank, too, has padding, which the unsharded layer does not have
         if attributes["gather_output"] and (group.size > 1 or self.weight_layout.has_padding):
             y = self.gathered(y)
         return (y, bias) if skip_bias_add else y

@@ -2,6 +2,9 @@
 
 A tensor goes to its destinations along one axis after the other, so that no group of all ranks is needed, and goes only
 once along an axis, whatever the number of destinations behind it. All ranks know who sends what to whom.
+
+Letters of shapes: an item has any shape; a buffer is [b], the b bytes of the items that are sent or received along an
+axis, in the order of the ranks there.
 """
 
 from collections.abc import Mapping, Sequence

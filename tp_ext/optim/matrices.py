@@ -1,5 +1,8 @@
 """The matrices of a parameter: the parts of its layout and the indices of its leading dim, each orthogonalized on its
 own, and the blocks of them that a rank holds.
+
+Letters of shapes: a full tensor is [rows, columns], or [E, rows, columns], with a matrix for each of the E indices; a
+matrix is [m, n], where m and n are lengths of parts of the rows and columns.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,6 +2,9 @@
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is scalable for LLM
 training" (arXiv:2502.16982), whose learning rate is ``adjust_lr_fn="match_rms_adamw"``.
+
+Letters of shapes: a weight W, its gradient G, its momentum B and the update U are [m, n], or [E, m, n], of which
+each of the E matrices is orthogonalized by itself.
 """
 
 import contextlib

@@ -4,6 +4,8 @@ X <- a X + (b G + c G^2) X with G = X X^T, from X = U / |U|, a few times: singul
 "Muon", 2024). In terms of the Gram matrix alone: with P = a + b G + c G^2 each step is X <- P X and G <- P G P, so the
 result is Q U, where Q is the product of all P. Q is as small as the short side of U, and G is a sum over the columns of
 U: ranks that hold columns add their Gram matrices, and multiply their own columns by Q.
+
+Letters of shapes: U and X are [m, n], tall ones (m > n) transposed; with s = min(m, n), G, P and Q are [s, s].
 """
 
 import math

@@ -73,6 +73,7 @@ def clip_grad_norm_(
     ids = tuple(map(id, listed))
     if _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
         known = layouts_by_id(listed)
+        # One shard is enough: then all are counted by our norm, which takes the others once
         if not known.keys().isdisjoint(ids):
             rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
             return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)

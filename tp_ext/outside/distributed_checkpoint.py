@@ -45,6 +45,7 @@ def _other_rank() -> bool:
 def copied(original: Function, given: Any, *args: Any, **options: Any) -> Any:
     made = original(given, *args, **options)
     place = found_place(given)
+    # Copies that torch makes, on the CPU for example, have no attributes
     if place is not None and isinstance(made, Tensor) and made is not given:
         put_place(made, place)
     return made
@@ -57,6 +58,7 @@ def get_model(original: Function, model: nn.Module, info: Any) -> Any:
         raise ValueError(
             "submodules: must not be given for a full state of a sharded model: take tp_ext.full_state_dict"
         )
+    # As torch: with cpu_offload rank 0 alone gets the full state
     state = full_state_dict(model, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
     if info.cpu_offload and _other_rank():
         return {}
@@ -68,6 +70,7 @@ def get_model(original: Function, model: nn.Module, info: Any) -> Any:
 
 
 def load_model(original: Function, model: nn.Module, state_dict: Any, info: Any) -> Any:
+    # Where rank 0 broadcasts, an empty state of another rank is no empty state
     given = state_dict or info.broadcast_from_rank0
     if not (info.handle_model and info.full_state_dict and given and has_shards(model)):
         return original(model, state_dict, info)
@@ -113,6 +116,7 @@ def get_optimizers(original: Function, model: nn.Module, optimizers: tuple[Optim
     if not (info.handle_optim and has_shards(model)):
         return original(model, optimizers, info)
     for optimizer in optimizers:
+        # torch does it later; the states whose places are checked here must exist
         states._init_optim_state(optimizer)
     with _layouts_known(model, optimizers):
         if not info.full_state_dict:
@@ -138,6 +142,7 @@ def load_optimizers(
         if not info.full_state_dict:
             return original(model, optimizers, state_dict, info)
     for optimizer in optimizers:
+        # One state dict may be that of several optimizers: each is given its own parameters
         own = state_dict
         if state_dict:
             of_one = states._split_optim_state_dict if "state" in state_dict else None
@@ -209,6 +214,7 @@ def _check_places(state_dict: Mapping[str, Any], name: str, instead: str) -> Non
     live = {memory_of(param) for param, _ in live_shards()}
     for key, value in state_dict.items():
         place = found_place(value)
+        # A live parameter, as of named_parameters(): it was in no state dict, which would have given it a place
         if place is None and isinstance(value, Tensor) and memory_of(value) in live:
             raise RuntimeError(
                 f"state_dict: {key!r} is a parameter of a layer, of which this rank has a shard, and {name} would take "

@@ -34,6 +34,7 @@ def initialise(torchs: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs:
     torchs(full, *args, **kwargs)
     shard = layout.shard(full)
     if isinstance(tensor, DTensor):
+        # All ranks have drawn the same numbers, so nothing is sent
         part = distribute_tensor(shard, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.to_local().copy_(part.to_local())
     else:

@@ -40,6 +40,7 @@ def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
             if param is not None:
                 yield param, layout
             elif name not in params:
+                # Computed, by a parametrization or pruning: what is trained are the tensors that it is computed from
                 for key, stored in module.named_parameters():
                     if key.startswith(f"parametrizations.{name}.") or unpruned(key) == name:
                         found = resolve_fqn(module, key).layout
@@ -50,6 +51,7 @@ def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
 def memory_of(tensor: Tensor) -> object:
     """Returns what is equal for two live tensors only if they are the same elements: a tensor and its ``.data``."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # Subclasses may have no memory, and of tensors without elements all have the same address
     if type(local) not in (Tensor, nn.Parameter) or local.is_meta or not local.numel():
         return id(tensor)
     return local.data_ptr(), local.shape, local.stride()

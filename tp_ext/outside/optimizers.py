@@ -72,10 +72,10 @@ def find_beyond_elements(model: Census, optimizer: Optimizer) -> Iterator[str]:
     if optimizer in _checked:
         return
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
-    held = {param for group in optimizer.param_groups for param in group["params"]}
-    found = _sharded((name, entry.layout) for name, entry in model.parameters.items() if entry.value in held)
-    if found and (kind := beyond_elements(inner if isinstance(inner, Optimizer) else optimizer)):
-        yield _sentence(kind, *found)
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    sharded = _sharded((name, entry.layout) for name, entry in model.parameters.items() if entry.value in params)
+    if sharded and (kind := beyond_elements(inner if isinstance(inner, Optimizer) else optimizer)):
+        yield _sentence(kind, *sharded)
 
 
 def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,13 +92,13 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _look_at(optimizer: Optimizer, with_closure: bool) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     known = layouts_by_id(params)
-    found = _sharded((f"a parameter of shape {tuple(p.shape)}", known[id(p)]) for p in params if id(p) in known)
-    if found is not None:
+    sharded = _sharded((f"a parameter of shape {tuple(p.shape)}", known[id(p)]) for p in params if id(p) in known)
+    if sharded is not None:
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing else may run now; its first step outside of a graph is checked
         inner = getattr(optimizer, "optim", None)  # its own step calls this hook
         if not isinstance(inner, Optimizer) and (kind := beyond_elements(optimizer, with_closure)):
-            raise ValueError(_sentence(kind, *found))
+            raise ValueError(_sentence(kind, *sharded))
     _checked.add(optimizer)
 
 
@@ -131,42 +131,43 @@ def runs_elementwise(optimizer: Optimizer, steps: int, with_closure: bool = Fals
     """Returns whether copies of an optimizer compute the same updates of small tensors and of their halves; None if it
     cannot be copied and run. Changes neither the optimizer nor the state of random generators; communicates nothing.
     What is found is kept by class and options."""
-    groups = {repr(one): one for one in map(_options, optimizer.param_groups)}
+    groups = {repr(options): options for options in map(_options, optimizer.param_groups)}
     param = next((param for group in optimizer.param_groups for param in group["params"]), None)
     device = torch.device("cpu") if param is None or param.is_meta else param.device
     key = _described(optimizer), device.type, steps, with_closure
     if key not in _found:
         run = functools.partial(_compare, optimizer, list(groups.values()), device, steps, with_closure)
-        made = (run(make) for make in (_copy, _build))
-        _found[key] = next((found for found in made if found is not None), None)
+        # First what the user's optimizer has become; a new one only of those that cannot be copied
+        verdicts = (run(make) for make in (_copy, _build))
+        _found[key] = next((verdict for verdict in verdicts if verdict is not None), None)
     return _found[key]
 
 
 def _described(optimizer: Optimizer) -> str:
     """Returns the class and the options of an optimizer and of those that it holds."""
-    own = [f"{type(optimizer)}", *sorted({repr(_options(group)) for group in optimizer.param_groups})]
+    texts = [f"{type(optimizer)}", *sorted({repr(_options(group)) for group in optimizer.param_groups})]
     for key, value in sorted(vars(optimizer).items()):
         if isinstance(value, int | float | str | None):
-            own.append(f"{key}={value!r}")
+            texts.append(f"{key}={value!r}")
         elif isinstance(value, Optimizer):
-            own.append(_described(value))
+            texts.append(_described(value))
         elif callable(value) and not hasattr(type(optimizer), key):  # schedulers replace methods
-            own.append(f"{key}: function {next(_functions)}")  # each is another, and may not be kept alive
-    return "; ".join(own)
+            texts.append(f"{key}: function {next(_functions)}")  # each is another, and may not be kept alive
+    return "; ".join(texts)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group with a learning rate by which updates are seen: that of a warm-up may be
     0."""
-    made = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    made.pop("initial_lr", None)
-    if "differentiable" in made:
-        made["differentiable"] = False  # the same update, also of leaves
-    if isinstance(lr := made.get("lr"), Tensor):
-        made["lr"] = torch.full_like(lr, 0.1)
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options.pop("initial_lr", None)
+    if "differentiable" in options:
+        options["differentiable"] = False  # the same update, also of leaves
+    if isinstance(lr := options.get("lr"), Tensor):
+        options["lr"] = torch.full_like(lr, 0.1)
     elif lr is not None:
-        made["lr"] = 0.1
-    return made
+        options["lr"] = 0.1
+    return options
 
 
 _Maker = Callable[[Optimizer, list[dict[str, Any]], list[list[nn.Parameter]]], Optimizer]
@@ -192,8 +193,8 @@ def _compare(
     def updates(dim: int = 0, half: int | None = None) -> list[Tensor]:
         """Returns the updates of each tensor, or of one half of each along ``dim``, a step after the other."""
 
-        def cut(one: Tensor) -> Tensor:
-            return one if half is None else one.chunk(2, dim)[half].contiguous()
+        def cut(whole: Tensor) -> Tensor:
+            return whole if half is None else whole.chunk(2, dim)[half].contiguous()
 
         # Each run begins with the same random state
         torch.default_generator.manual_seed(0)
@@ -202,13 +203,13 @@ def _compare(
         params = [nn.Parameter(cut(start).to(device, copy=True)) for start in starts]
         sizes = len(_SHAPES)
         per_group = [params[index * sizes : (index + 1) * sizes] for index in range(len(groups))]
-        made = make(optimizer, groups, per_group)
+        trial = make(optimizer, groups, per_group)
         seen = []
         for step in range(steps):
             scale = 100.0 ** (step % 3 - 1)  # small and large: what clips only clips the latter
-            given = [(scale * cut(grad)).to(device) for grad in grads[step % 3]]
+            step_grads = [(scale * cut(grad)).to(device) for grad in grads[step % 3]]
             before = [param.detach().clone() for param in params]
-            _step(made, params, before, given, with_closure)
+            _step(trial, params, before, step_grads, with_closure)
             seen += [(param.detach() - old).cpu() for param, old in zip(params, before, strict=True)]
         return seen
 
@@ -235,37 +236,42 @@ def _close(got: Tensor, want: Tensor) -> bool:
 def _copy(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Optimizer:
     """Returns an optimizer like the one given, without its state, over other parameters; raises if there is none."""
     kind = type(optimizer)
-    param_groups = [{**copy.deepcopy(group), "params": own} for group, own in zip(groups, params, strict=True)]
+    param_groups = [{**copy.deepcopy(group), "params": small} for group, small in zip(groups, params, strict=True)]
     memo: dict[int, Any] = {id(optimizer.param_groups): param_groups}  # attributes that are the optimizer's parameters
     for group in optimizer.param_groups:
-        own = params[next(i for i, one in enumerate(groups) if repr(one) == repr(_options(group)))]
-        memo[id(group["params"])] = own
-        memo.update((id(param), own[0]) for param in group["params"])
+        # Groups with the same options are represented by one
+        small = params[next(i for i, options in enumerate(groups) if repr(options) == repr(_options(group)))]
+        memo[id(group["params"])] = small
+        memo.update((id(param), small[0]) for param in group["params"])
+    # Hooks are the user's, and may communicate. Methods in the instance are those that schedulers have replaced, which
+    # would step the original
     own_state = {"state", "param_groups", "grad_scale", "found_inf"}
     kept = {
         key: value
         for key, value in vars(optimizer).items()
         if key not in own_state and "_hooks" not in key and not (callable(value) and hasattr(kind, key))
     }
+    # The first step must not take memory for a second optimizer: what would be copied is counted first
     leaves = tree_leaves(kept)
     leaves += [
-        one for other in leaves if isinstance(other, Optimizer) for one in tree_leaves(list(other.state.values()))
+        leaf for other in leaves if isinstance(other, Optimizer) for leaf in tree_leaves(list(other.state.values()))
     ]
-    tensors = [one for one in leaves if isinstance(one, Tensor) and id(one) not in memo]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in memo]
     if sum(tensor.numel() for tensor in tensors) > _MAX_COPIED:
         raise ValueError("too much to be copied")
-    made: Optimizer = kind.__new__(kind)
-    made.__setstate__({**copy.deepcopy(kept, memo), "state": defaultdict(dict), "param_groups": param_groups})
-    return made
+    # Not by its constructor, whose arguments nothing has kept; __setstate__ adds what classes expect of a loaded one
+    clone: Optimizer = kind.__new__(kind)
+    clone.__setstate__({**copy.deepcopy(kept, memo), "state": defaultdict(dict), "param_groups": param_groups})
+    return clone
 
 
 def _build(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Optimizer:
     """Returns a new optimizer of the class, for those that make their state when they are made, as Adagrad does."""
     kind = type(optimizer)
     known = inspect.signature(kind.__init__).parameters
-    param_groups = [{**copy.deepcopy(group), "params": own} for group, own in zip(groups, params, strict=True)]
-    made: Optimizer = kind(param_groups, **{key: value for key, value in groups[0].items() if key in known})
-    return made
+    param_groups = [{**copy.deepcopy(group), "params": small} for group, small in zip(groups, params, strict=True)]
+    new: Optimizer = kind(param_groups, **{key: value for key, value in groups[0].items() if key in known})
+    return new
 
 
 def _step(

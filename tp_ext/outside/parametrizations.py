@@ -49,6 +49,7 @@ def append_parametrization(
     Raises:
         ValueError: as :func:`make_parametrization_list`.
     """
+    # The list does not know its module, which has the layout
     for carrier in list(Carriers.modules) if isinstance(own, ParametrizationList) and len(own) else ():
         made: Any = carrier._modules.get("parametrizations")
         for name in (name for name, one in (made.items() if made is not None else ()) if one is own):
@@ -136,6 +137,7 @@ def _found_beyond_a_shard(
         trained = dict(behind.named_parameters())
         for (local, one), (_, two) in zip(_tensors(alone), _tensors(behind), strict=True):
             if one.dim() == rows.dim() and one.shape[dim] == rows.shape[dim] and two.shape[dim] == both.shape[dim]:
+                # Other numbers in each row, lest a result that mixes up rows be right by chance
                 one.data = one * _spread(one)
                 two.data = torch.cat([_others(one), one], dim)
             elif two.shape != one.shape or one.numel() > 1 or local in trained:
@@ -174,6 +176,7 @@ def _trial(
                 break
         for _, stored in _tensors(module):
             if stored.dim() == original.dim() and stored.shape[dim] == length and shortest > 1:
+                # What a module holds per row, such as a mask, is made as long as the trial
                 part = stored.data.narrow(dim, 0, _tried(shortest))
                 stored.data = torch.cat([part] * (original.shape[dim] // part.shape[dim]), dim)
     made = ParametrizationList.__new__(ParametrizationList)

@@ -91,6 +91,7 @@ def is_placed(tensor: Tensor, layout: Layout) -> bool:
     """Returns whether values of the tensor are given a place: of shards, of tensors with padding, and of DTensors on a
     mesh whose ranks do not ascend, which ``torch.distributed.checkpoint`` writes by their place in the table of ranks,
     not by that of their bytes."""
+    # A number has no dim along which it could have a place
     if math.prod(layout.sizes) > 1 or layout.full_shape(tensor.shape) != tensor.shape:
         return tensor.dim() > 0
     return isinstance(tensor, DTensor) and list(mesh_position(tensor.device_mesh) or ()) != list(

@@ -41,6 +41,7 @@ def unscale_grads_(
         return found
     meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
     axes |= {tuple(dist.get_process_group_ranks(axis)): axis for mesh in meshes for axis in mesh.get_all_groups()}
+    # FSDP2 may offload gradients to a CPU, on which its groups do not communicate
     device = torch.device(next(iter(meshes)).device_type) if meshes else params[0].device
     overflow = torch.zeros((), device=device)
     for flag in found.values():

@@ -121,6 +121,7 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
             changed[key] = loaded
     if not changed:
         return state
+    # A new dict: the caller's must not change, and torch reads versions of modules in its metadata
     made = OrderedDict(state)
     made.update(changed)
     made._metadata = metadata  # type: ignore[attr-defined]

@@ -303,6 +303,7 @@ def _load() -> None:
 def _wrap(one: Wrapped) -> None:
     if one.module == "safetensors.torch" and not hasattr(one.holder, one.name):
         return  # versions have one of them or both
+    # As it is stored: a class or static method is put back as one
     found = inspect.getattr_static(one.holder, one.name)
     kind = type(found) if isinstance(found, staticmethod | classmethod) else None
     torchs = found.__func__ if kind else found

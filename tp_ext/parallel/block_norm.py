@@ -46,15 +46,18 @@ def norm_in_blocks(
         if isinstance(grad, DTensor):
             grad = grad.full_tensor()  # the shards of FSDP2 are no blocks: squares of a block may lie on two ranks
         if not layout:
+            # All ranks have it: one counts it
             if groups.first:
                 row[0] = square(grad)
         elif groups.counts(layout, grad):
             sharding, (_, p, rank) = next((entry for entry in layout if entry[0].blocks), layout[0])
             if not sharding.blocks or any(group.size > 1 and other is not sharding for other, group in layout):
+                # Of a cut without blocks, or over two groups: right, but the order of its sum is that of the cut
                 row[0] = sum(map(square, layout.owned(grad)), row[0])
                 continue
             flat = iter(sharding.segments(rank, p))
             for block, start, length in zip(flat, flat, flat, strict=True):
+                # Below 0: copies of KV heads that another rank counts
                 if block >= 0 and length:
                     row[block] += square(grad.narrow(sharding.dim, start, length))
     # Each number is not zero on one rank at most: the order of these sums does not matter

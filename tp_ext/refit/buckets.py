@@ -25,6 +25,8 @@ class Parts:
     """
 
     def __init__(self, moves: Sequence[Move], ranks: int, *, sent: bool) -> None:
+        # In the order of the ranks, as an all-to-all has its parts; among those of two ranks both have the order of the
+        # plan
         moves = sorted(moves, key=lambda move: move.receiver if sent else move.sender)
         self.bytes = [0] * ranks
         for move in moves:
@@ -81,6 +83,7 @@ class Round:
 
 def memory(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
     """Returns tensors of these numbers of bytes in new memory."""
+    # Each begins at a multiple of 64 bytes, so that it can be viewed in any dtype
     starts = [0, *itertools.accumulate(-(-size // 64) * 64 for size in sizes)]
     total = starts.pop()
     if device.type != "cpu" or total < 4 << 20 or _C.keeps_memory() or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -99,6 +102,7 @@ def cast_into(outs: Sequence[Tensor], values: Sequence[Tensor], dtypes: Sequence
     on_cpu = True
     for out, value, way in zip(outs, values, dtypes, strict=True):
         if len(way) > 2:
+            # By way of each dtype: those in between round, and the values are those of source.to(dtype)
             for dtype in way[1:-1]:
                 value = value.to(dtype)
             out.copy_(value)

@@ -122,6 +122,7 @@ class Contents:
                 raise ValueError(
                     f"{side}: {name!r} must be the parameter for which the plan was made, and was replaced"
                 )
+        # The states of the target may not be there yet: make_states() makes them, of the shapes of the source's
         state = sharded_state(known, None if target else optimizer)[0]
         items: list[Item] = []
         self.views: list[list[Tensor]] = []
@@ -190,6 +191,7 @@ class Contents:
         params, chunks = self._known.optimized(self._optimizer), LocalChunks(self._known.groups)
         originals = {param.name for param in params if not param.copy}
         for param in params:
+            # A copy next to its original needs no state of its own: copy_states() copies it
             if self.states.holds(param.param) and not (param.copy and param.name in originals):
                 shape, local = chunks.of(param.param, param.layout)
                 places = tuple(Rectangle(chunk.offsets, tuple(chunk.tensor.shape)) for chunk in local)

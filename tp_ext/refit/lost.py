@@ -67,6 +67,7 @@ class Watch:
         that of this rank."""
         if self._store is None:
             return install
+        # Replaces the word of the run before, once: of several proposals the first finds it
         word = f"{self._run} {'install' if install else 'keep'}"
         try:
             self._decided = self._store.compare_set(f"{self._prefix}decided", self._decided, word).decode()

@@ -195,12 +195,14 @@ class RefitPlan:
         problem: Exception | None = None
         source = target = None
         try:
+            # Kept, not raised: the others would wait for this rank in the first collective
             self._contents = source, target = self._read(again=True)
         except (ValueError, TypeError) as error:
             problem = error
         if check:
             self._check_replicas(source, problem)
         if not self._atomic:
+            # The first bucket cannot be undone, so all must be able to go on
             self._confirm(problem)
             self._prepare(target)
         bucket, received = self._memory()
@@ -322,6 +324,7 @@ class RefitPlan:
         """
         if problem is not None and self._atomic:
             self._watch.decide(False)
+        # In the store, too: the all-reduce may fail on a rank after it has served all others
         self._watch.confirm()
         flag = torch.tensor([int(problem is not None)], device=self._device)
         try:

@@ -156,8 +156,11 @@ class Routes:
     def _state_items(self, optimized: Any, target: Description) -> list[Item]:
         """Returns the items of the state that a parameter of the target's optimizer gets."""
         param = optimized.item
+        # The optimizer knows a tied weight by one of its names; names= may give another of them
         if (alias := next((item for item in target.items if param.name in item.names), None)) is not None:
             param = param._replace(names=alias.names)
+        # Where parts are joined (q, k, v) the first one says which states there are; each is then joined as the
+        # parameter is
         first = self._parts_of(param)[0]
         name = first[0] if isinstance(first, tuple) else first
         owner = self._first.get(name, name)
@@ -167,6 +170,7 @@ class Routes:
                 continue
             shape, scalar = source.item.shape, not source.item.shape
             of_param = shape == self._params[name].shape and not scalar
+            # Such as a factored moment: there is no layout by which a rank would know its share of it
             if not (scalar or of_param) and [chunk.sizes for chunk in param.chunks] != [param.shape]:
                 raise ValueError(
                     f"optimizers: state {key!r} of {param.name!r} has shape {shape} and must have that of the "
@@ -174,6 +178,7 @@ class Routes:
                 )
             chunks = param.chunks if of_param or param.shape == shape else (Rectangle((0,) * len(shape), shape),)
             full = param.shape if of_param else shape
+            # A state that the target has already keeps its dtype
             dtype = optimized.dtypes.get(key, source.item.dtype)
             items.append(Item(param.name, key, full, dtype, chunks, names=param.names or (param.name,)))
         return items
@@ -188,6 +193,7 @@ class Routes:
     def _join(self, item: Item) -> list[_Segment]:
         rectangles: list[tuple[_Source, Rectangle]] = []
         parts = self._parts_of(item)
+        # A number, such as a step, is not joined: that of the first part
         for part in parts if item.shape or not item.key else parts[:1]:
             name, index = part if isinstance(part, tuple) else (part, None)
             source, _ = self._source_of(name, item)
@@ -226,6 +232,7 @@ class Routes:
             for segment in self._segments_of(item):
                 source = segment.source
                 dtypes = self._dtypes(source.item, item)
+                # Casts are done on either side of the wire: the narrowest dtype is sent, and values are the same
                 wire = min(range(len(dtypes)), key=lambda index: dtypes[index].itemsize)
                 earlier = got.setdefault(((source.item.name, source.item.key), dtypes), [])
                 for chunk, rectangle in enumerate(item.chunks):
@@ -235,6 +242,8 @@ class Routes:
                     needed = common.moved(segment.by)
                     origin = rectangle.moved(segment.by)
                     rest = [needed]
+                    # Elements that the target has twice, as under two names of a tie that it does not have, are sent
+                    # once
                     for other, place, other_origin in earlier:
                         if (again := intersection(other, needed)) is not None:
                             for part in _overlaps(rest, again):
@@ -275,6 +284,7 @@ class Routes:
             if sender != rank:
                 self._sent[sender] += move.bytes
             yield move
+        # Cells are disjoint, so what no rank holds is missing in their sum
         if count != part.numel:
             raise ValueError(
                 f"source: {source.item.text!r} must be held as a whole by the ranks of process_group, which lack "
@@ -282,6 +292,7 @@ class Routes:
             )
 
     def _sender(self, receiver: int, holders: Ints) -> int:
+        # Within a host, if possible. Of replicas one alone would send all, and be the slowest
         near = [rank for rank in holders if self._hosts[rank] == self._hosts[receiver]]
         return min(near or holders, key=lambda rank: (self._sent[rank], rank))
 
@@ -313,6 +324,7 @@ def _first_names(sources: Sequence[Description | None]) -> dict[str, str]:
 
     for source in sources:
         for a, b in source.ties if source else ():
+            # Ranks may know different ties, as stages do; sorted, so that the order of the ranks decides nothing
             a, b = sorted((find(a), find(b)))
             first[b] = a
     return {name: find(name) for name in first}

@@ -174,6 +174,7 @@ def _factor(local: Tensor, right: Tensor) -> float | None:
     if not square or not math.isfinite(square):
         return None
     factor = a.dot(b).item() / square
+    # Zeros are a multiple of anything
     return factor if difference([local.double()], [right.double() * factor]) <= _LOOSE and abs(factor) > 1e-6 else None
 
 
@@ -219,6 +220,7 @@ def _of_slices(wrong: Comparison) -> str | None:
 
 def _permuted(local: Tensor, full: Tensor) -> bool:
     """Returns whether most of the values of ``local`` are among those of ``full``, to the bit."""
+    # A constant is at all places, so being there shows nothing
     return local.numel() > 0 and bool(torch.isin(local, full).double().mean() > 0.99) and local.unique().numel() > 1
 
 

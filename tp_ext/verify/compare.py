@@ -98,6 +98,7 @@ def compare(
     if full is None or len(present) < len(locals_):
         return Comparison(0.0 if full is None and not present else float("inf"), full, present)
     best = Comparison(None, full, present)
+    # Shapes may fit several placements: the values decide
     for placement in placements(full.shape, [local.shape for local in present], tables):
         error = difference(present, placement.expected(full), floor)
         if best.error is None or error < best.error:
@@ -116,6 +117,7 @@ def difference(locals_: Sequence[Tensor], expected: Sequence[Tensor], floor: flo
             continue
         if not (right.is_floating_point() or right.is_complex()):
             return float("inf")
+        # Infinities and NaN in the same places are equal; what is left of them is a difference
         same = (local == right) | (local.isnan() & right.isnan())
         off = (_wide(local) - _wide(right)).abs().masked_fill_(same, 0)
         largest = max(largest, _largest(off.nan_to_num_(float("inf"), float("inf"))))

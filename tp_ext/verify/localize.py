@@ -43,6 +43,7 @@ class Trace:
         for call in reference.calls[mode]:
             number = numbers[call.name]
             numbers[call.name] += 1
+            # The ranks may call other modules, after a branch: calls have the name of a module and its number in common
             peers = [calls.get(call.name, [])[number : number + 1] for calls in by_name]
             if all(peers):
                 self._calls.append((call, [some[0] for some in peers]))
@@ -112,6 +113,7 @@ class Trace:
         if passed:
             start, name = max(passed, key=lambda entry: entry[0])
             place = self._where_gradient_turns(start, gets)
+            # A module that is named already for its own parameter is the cause of both
             if place.module not in {other.module for _, _, other in placed} or not place.module:
                 placed.append((start, name, place))
         return [(name, place) for _, name, place in sorted(placed, key=lambda entry: -entry[0])]

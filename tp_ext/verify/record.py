@@ -137,6 +137,7 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     outcome.state = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     outcome.layouts = {name: entries[name].layout for name in tensors}
     blocks = {module.invariant_blocks for module in model.modules() if isinstance(module, ParallelModule)}
+    # One layer outside of the context is enough for bits that depend on p
     outcome.in_blocks = len(blocks) > 0 and None not in blocks
     leaves, arguments = _arguments(task)
 
@@ -147,9 +148,11 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     progress.phase = "eval"
     model.eval()
     manual_seed(task.seed)
+    # Before training has changed a weight, and without masks: what differs here is no matter of dropout or gradients
     with torch.no_grad(), _recorded(model, outcome.calls.setdefault("eval", []), progress):
         result = forward()
     outcome.outputs["eval"] = [_kept(leaf) for leaf in output_leaves(result)]
+    # The loss of train mode is made with it: fixed numbers for each output, of which a rank takes its shard
     outcome.placed = _placed(group, task, outcome)
 
     progress.phase = "train"
@@ -157,6 +160,8 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     trainable = [param for param in model.parameters() if param.requires_grad]
     # With a larger eps than the default, the noise in a gradient that is zero is not a step of the size of lr
     optimizer = torch.optim.AdamW(trainable, lr=1e-2, eps=1e-4) if trainable else None
+    # Of one step: its collectives are counted, its calls and gradients kept; of the later ones losses and weights
+    # suffice
     with count_collectives() as counts:
         manual_seed(task.seed)
         with _recorded(model, outcome.calls.setdefault("train", []), progress), task.lowest or _nothing():
@@ -249,6 +254,7 @@ def _arguments(task: Task) -> tuple[dict[str, Tensor], Callable[[], tuple[Any, A
         def copy(x: Tensor) -> Tensor:
             if id(x) in copies:
                 return x
+            # A copy: forward may write to its arguments, and each call gets the same
             copies[id(x)] = leaf = x.detach().to(task.dtype or x.dtype, copy=True) if x.is_floating_point() else x
             if leaf.is_floating_point():
                 leaves[name if name not in leaves else f"{name} ({len(leaves)})"] = leaf.requires_grad_()
@@ -332,6 +338,7 @@ def _recorded(model: nn.Module, calls: list[RecordedCall], progress: Progress) -
             def watched(x: Tensor) -> Tensor:
                 index = len(call.inputs)
                 call.inputs.append(_kept(x))
+                # A parameter is no activation: its gradient is compared under its name
                 if not x.requires_grad or isinstance(x, nn.Parameter) or not torch.is_grad_enabled():
                     return x
                 view = x.view_as(x)  # its gradient is that of this module's use alone

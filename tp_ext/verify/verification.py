@@ -77,6 +77,7 @@ def verify(
     numbers, arguments = numbers_of_ranks(p), arguments_of(example)
     check_int(seed=seed)
     started, report = time.perf_counter(), Report()
+    # The caller may be inside of no_grad or inference_mode, and gradients are compared
     with torch.inference_mode(False), torch.enable_grad():
         built: WeakIdKeyDictionary = WeakIdKeyDictionary()
         reference, dtype, bound = _reference(make_model, arguments, seed, built, report)
@@ -86,12 +87,14 @@ def verify(
             if outcomes is None or reference is None:
                 continue
             wrong = _Comparison(number, reference, outcomes, bound, row).findings()
+            # The reference is a run on one rank, too: what differs between these two is no matter of p
             if number == 1 and wrong:
                 text = "a second run on one rank differs: the model has a local state, such as a generator of its own"
                 wrong = [Finding(1, wrong[0].module, wrong[0].tensor, text)]
             report.findings += wrong
             if number > 1 and not any(outcomes[0].layouts.values()):
                 report.notes.append(f"No parameter is sharded at p = {number}: does make_model use its group?")
+            # Types are those of the program, whatever p. After a finding their error would be a consequence of it
             if not wrong and number == min((n for n in numbers if n > 1), default=0):
                 error = type_error(make_model, arguments, dtype, number, seed)
                 row["types"] = "-" if error is None else "error" if error else "right"
@@ -106,6 +109,7 @@ def _simulated(p: int, task: Task, findings: list[Finding]) -> list[Outcome] | N
     try:
         return simulate(run, p, task, seed=task.seed)
     except RuntimeError as error:
+        # A mistake of the caller, whatever p, is no finding
         if isinstance(error.__cause__, UnfitModelError):
             raise error.__cause__ from None
         findings.append(_of_error(p, error, task))
@@ -117,6 +121,7 @@ def _reference(
 ) -> tuple[Outcome | None, torch.dtype | None, float]:
     """Returns what one rank computes, in fp64 if the model allows it, with that dtype and the bound; in blocks of
     tp_invariant in its own dtype, with the bound 0."""
+    # fp64 first, in which a bound can be far below any mistake; not every module runs in it
     for dtype in (torch.float64, None):
         findings: list[Finding] = []
         task = Task(make_model, arguments, dtype, seed, built, lowest=LowestPrecision())
@@ -144,6 +149,7 @@ def _reference(
 
 def _of_error(p: int, error: RuntimeError, task: Task) -> Finding:
     """Returns the finding of an error that a rank raised, or that the collectives of two ranks do not match."""
+    # simulate says in words which rank raised, or which calls do not fit
     text = str(error).removeprefix("simulate: ")
     if (raised := re.match(r"rank (\d+) raised \w+", text)) is not None:
         progress = task.progress[int(raised[1])]
@@ -183,6 +189,7 @@ class _Comparison:
         return list(wrong.values())
 
     def _outputs(self) -> list[Finding]:
+        # Without masks first: what is wrong there must not be put down to one
         for mode in ("eval", "train"):
             compared = self._compared(mode)
             errors = [comparison.known_error for comparison in compared]
@@ -222,6 +229,7 @@ class _Comparison:
 
     def _gradients(self) -> list[Finding]:
         fulls = self.reference.gradients
+        # Of a gradient that is zero but for rounding, as of a bias before a norm, no digit is right
         floor = 1e-3 * max((_largest(full) for full in fulls.values() if full is not None), default=0.0)
         errors = {name: self._error_of_gradient(name, floor) for name in fulls}
         self.row["gradients"] = _shown(errors.values(), self.bound)
@@ -302,6 +310,7 @@ class _Comparison:
         for outcome in self.outcomes:
             local = getattr(outcome, which).get(name)
             right: Tensor | None = None
+            # A layout that does not fit the full tensor is a finding, too
             with contextlib.suppress(ValueError):
                 right = outcome.layouts.get(name, Layout()).shard(full)
             fits = right is not None and (local is None or local.shape == right.shape)

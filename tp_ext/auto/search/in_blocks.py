@@ -151,15 +151,20 @@ def _dependence(step: Step) -> str:
     """Returns a text if the result of an operator on shards would depend on their sizes, else ""."""
     name, last, scaled = _base(step), step.inputs[0].dim() - 1, step.kwargs.get("alpha", 1) != 1
     if name in REPLACED:
+        # What takes its place is for [batch, heads, tokens, head_dim] alone
         if name == "scaled_dot_product_attention":
             return "" if last == 3 else f"computes {step.reason} on shards that are not 4-D"
         # An operator inside of another function, such as einsum, is not replaced
         is_view = name == "expand" and step.outputs[0].numel() == step.inputs[0].numel()
+        # matmul expands the batch dims of its factors itself, and is replaced as a whole
         if not is_view and step.function not in REPLACED[name] | (REPLACED["bmm"] if name == "expand" else set()):
             called = getattr(step.function, "__name__", "code without a function of torch")
             return f"computes {step.reason} on shards by {called}"
+        # What takes its place computes along the last dim alone
         is_last = name != "_softmax" or step.args[1] in (-1, last)
         return "" if is_last else f"computes {step.reason} on shards over another dim than the last"
+    # Squares and cubes are products. Other powers, and quotients that are rounded, are not known to have the same bits
+    # at every place
     exponent = step.args[1] if len(step.args) > 1 else None
     odd_power = name == "pow" and (isinstance(exponent, Tensor) or exponent not in POWERS)
     rounded = name == "div" and step.kwargs.get("rounding_mode") is not None

@@ -98,6 +98,7 @@ def draw(plan: ShownPlan, path: str | Path, module: str | None) -> None:
     ]
     if not inside:
         raise ValueError(f"module: {name!r} must be a module that the plan's example calls")
+    # By name, and here: matplotlib is needed for nothing else, and a plan must be made without it
     try:
         matplotlib = importlib.import_module("matplotlib")
         figures = importlib.import_module("matplotlib.figure")
@@ -106,6 +107,7 @@ def draw(plan: ShownPlan, path: str | Path, module: str | None) -> None:
         raise ImportError("draw: matplotlib must be installed: pip install matplotlib") from error
     rows = _rows(plan, inside)
     width = sum(WIDTHS.values()) + 0.6
+    # Without pyplot, which would choose a backend for the whole process; 2.6 rows are the headings and the legend
     figure = figures.Figure(figsize=(width, ROW * (len(rows) + 2.6)))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
