@@ -77,7 +77,7 @@ def trained(layout, sizes, batch):
         names = {tuple(dist.get_process_group_ranks(mesh[name].get_group())): name for name in axes if axes[name] > 1}
         totals = Counter()
         stacks = [parameter for parameter in parameters if parameter.dim() == 3]  # of experts, summed over other ranks
-        flags = {16 * len(parameters), 16 * len(stacks)}
+        flags = {16 * len(parameters), 16 * len(stacks), 16 * (len(parameters) - len(stacks))}
         for row in counts.rows:
             axis = names.get(row.ranks, "dp")
             counted = (
