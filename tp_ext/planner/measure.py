@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -35,7 +36,8 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     them); forward and backward of attention, of a norm, an activation and a residual; AdamW; a sum of large tensors; a
     linear of one element, which is the host's; and all-reduces of 4 KiB and 16 MiB, from which latency and bandwidth of
     a ring follow. Each time is a mean over many calls, of all ranks at once, so that what they share (a core, a
-    memory) is shared as in training; of four such means the least counts.
+    memory) is shared as in training: a rank computes before and after it measures, until all others have. Of four
+    such means the least counts.
 
     Args:
         device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they
@@ -107,8 +109,10 @@ def _mean(call: Callable[[], object], where: torch.device, seconds: float, ranks
     best = _finished(where) - begin
     if ranks is not None:
         dist.barrier(ranks)
+        call()  # each rank computes when the first of them begins to measure
+        best = math.inf
     # A call that takes its share of the time is a mean by itself; one that takes all of it is not repeated
-    for _ in range(_CHUNKS if best < seconds / _CHUNKS else int(best < seconds)):
+    for _ in range(_CHUNKS if best < seconds / _CHUNKS or ranks is not None else int(best < seconds)):
         begin = now = _finished(where)
         calls = 0
         while calls == 0 or now - begin < seconds / _CHUNKS:
@@ -116,6 +120,8 @@ def _mean(call: Callable[[], object], where: torch.device, seconds: float, ranks
             calls += 1
             now = _finished(where)
         best = min(best, (now - begin) / calls)
+    if ranks is not None:
+        call()  # .. and when the last of them ends
     return best
 
 
