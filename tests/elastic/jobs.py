@@ -187,6 +187,7 @@ class Jobs:
             args = (self.store.port, name, rank, self.backend, self.steps, self.least, self.timeout, self.wait)
             report, out = ranks._context.Pipe(duplex=False)
             args = (*args, point if rank == dies else None, self.pause, later, out)
+            ranks.start_forkserver()
             process = ranks._context.Process(target=train, args=args, daemon=True)
             process.start()
             out.close()  # it is the rank's alone, so that its death ends the pipe

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preloaded"])
@@ -88,6 +89,13 @@ def on_all(p: int | None = None, *, timeout: float = 180, **fixed: Any) -> Calla
 def _call(group: Any, module: str, name: str, arguments: dict[str, Any]) -> None:
     # The name is that of the test: what a rank does has none of its own by which it could travel
     getattr(importlib.import_module(module), name).__wrapped__(group, **arguments)
+
+
+def start_forkserver() -> None:
+    """Starts the server that forks processes, if it does not run, with the environment of ranks: all that are forked
+    have that."""
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        forkserver.ensure_running()
 
 
 def run_fresh(fn: Callable, *args: Any, timeout: float = 180, **kwargs: Any) -> Any:
@@ -149,11 +157,7 @@ class _Pool:
         self.p, self.pipes, self.processes, self.groups = p, [], [], 0
         self.group_seconds, self.counted, self.used = 0.0, time.monotonic(), False
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        before = dict(os.environ)
-        os.environ.update(_ENVIRONMENT)
-        forkserver.ensure_running()  # the moment at which it takes over our environment
-        os.environ.clear()
-        os.environ.update(before)
+        start_forkserver()
         for rank in range(p or processes):
             here, there = _context.Pipe()
             process = _context.Process(target=_work, args=(rank, p, self.folder, there), daemon=True)

@@ -15,10 +15,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any, NoReturn
-from unittest import mock
 
 from tests.helpers import ranks
 from tests.helpers.other_host import move_to_another_host
@@ -46,8 +44,7 @@ class Job:
                 preexec_fn=(lambda: move_to_another_host(hostname)) if hostname else None,
             )
         else:
-            with mock.patch.dict(os.environ, ranks._ENVIRONMENT):
-                forkserver.ensure_running()  # the moment at which it takes over our environment
+            ranks.start_forkserver()
             call = (arguments, str(file), str(folder), hostname, environment)
             process = ranks._context.Process(target=_launcher, args=call, daemon=True)
             process.start()
