@@ -84,13 +84,16 @@ c10d::ReduceOp sum_in(Order order) {
   return order == Order::kTree ? static_cast<Number>(shm::kTreeSum) : Number::SUM;
 }
 
-Work issue_all_reduce(const ProcessGroup& group, Tensor& x, bool async,
+Work issue_all_reduce(const ProcessGroup& group, std::vector<Tensor> tensors, bool async,
                       const c10d::ReduceOp& operation) {
   c10d::AllreduceOptions options;
   options.asyncOp = async;
   options.reduceOp = operation;
-  std::vector<Tensor> tensors{x};
   return group->allreduce(tensors, options);
+}
+
+bool in_shared_memory(const ProcessGroup& group) {
+  return group->getBackend(at::kCPU)->getBackendName() == shm::kBackendName;
 }
 
 // The names without underscore are newer than the oldest supported torch; they forward to these.
@@ -174,6 +177,16 @@ Tensor all_reduce(const Tensor& x, const std::string& group) {
   if (traced(x)) return all_reduce_fresh(x, group);
   if (auto sum = alternative_all_reduce(x, group)) return *sum;
   BelowAutograd below;
+  if (x.is_cpu() && !x.is_complex() && x.numel() > 0 && size(group) > 1) {
+    const ProcessGroup of_ranks = resolve(group);
+    if (in_shared_memory(of_ranks)) {  // which reads x where it is
+      Tensor sum = at::empty_like(x, at::MemoryFormat::Contiguous);
+      using Number = c10d::ReduceOp::RedOpType;
+      finish(issue_all_reduce(of_ranks, {sum, x.contiguous()}, false,
+                              static_cast<Number>(shm::kSumInto)));
+      return sum;
+    }
+  }
   return all_reduce_fresh(fresh_contiguous(x), group);
 }
 
@@ -194,7 +207,7 @@ Tensor all_reduce_max(const Tensor& fresh, const std::string& group) {
   if (traced(fresh)) return functional_all_reduce(fresh, "max", group);
   BelowAutograd below;
   Tensor x = fresh.contiguous();
-  finish(issue_all_reduce(resolve(group), x, false, c10d::ReduceOp::MAX));
+  finish(issue_all_reduce(resolve(group), {x}, false, c10d::ReduceOp::MAX));
   return x;
 }
 
@@ -204,13 +217,12 @@ Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   if (auto sum = alternative_all_reduce(fresh, group)) return *sum;
   BelowAutograd below;
   Tensor x = fresh.contiguous();
-  finish(issue_all_reduce(resolve(group), x, false, sum_in(Order::kAny)));
+  finish(issue_all_reduce(resolve(group), {x}, false, sum_in(Order::kAny)));
   return x;
 }
 
 bool adds_in_a_tree(const Tensor& x, const std::string& group) {
-  return x.is_cpu() && !traced(x) &&
-         resolve(group)->getBackend(at::kCPU)->getBackendName() == shm::kBackendName;
+  return x.is_cpu() && !traced(x) && in_shared_memory(resolve(group));
 }
 
 Pending all_reduce_async(const Tensor& fresh, const std::string& group, Order order) {
@@ -218,7 +230,7 @@ Pending all_reduce_async(const Tensor& fresh, const std::string& group, Order or
     return Pending(all_reduce_fresh(fresh, group), nullptr);
   BelowAutograd below;
   Tensor x = fresh.contiguous();
-  auto work = issue_all_reduce(resolve(group), x, true, sum_in(order));
+  auto work = issue_all_reduce(resolve(group), {x}, true, sum_in(order));
   return Pending(std::move(x), std::move(work));
 }
 

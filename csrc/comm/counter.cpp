@@ -99,7 +99,9 @@ CollectiveCount described(const Operator& op, c10::ArrayRef<IValue> inputs) {
   if (op.full == kOwnTimesSize)
     full = own * size;
   else if (op.full != kNone)
-    full = bytes_of(inputs[op.full]);
+    full = bytes_of(std::strcmp(op.name, "allreduce_") == 0  // tp_shm's sum has its input behind it
+                        ? inputs[op.full].toListRef()[0]
+                        : inputs[op.full]);
   if (std::strcmp(op.kind, "all_to_all") == 0)
     own = own_block(op, inputs, full, group->getRank(), size);
   return CollectiveCount{group->getGroupName(),          size, op.kind, full, own, 1,

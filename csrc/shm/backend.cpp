@@ -57,29 +57,36 @@ void ShmBackend::check_count(size_t n, const char* name) const {
 }
 
 ShmBackend::Work ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return all_reduce(only(tensors), opts.reduceOp, tensors, terms(opts, OpType::ALLREDUCE));
+  const auto type = static_cast<c10d::ReduceOp::RedOpType>(opts.reduceOp);
+  const Terms called = terms(opts, OpType::ALLREDUCE);
+  if (static_cast<uint8_t>(type) == kSumInto && tensors.size() == 2)
+    return all_reduce(tensors[0], tensors[1], c10d::ReduceOp::SUM, {tensors[0]}, called);
+  return all_reduce(only(tensors), tensors[0], opts.reduceOp, tensors, called);
 }
 
 ShmBackend::Work ShmBackend::allreduce_coalesced(Tensors& tensors,
                                                  const c10d::AllreduceCoalescedOptions& opts) {
   return each(tensors.size(), [&](size_t i, bool last) {
-    return all_reduce(tensors[i], opts.reduceOp, tensors,
+    return all_reduce(tensors[i], tensors[i], opts.reduceOp, tensors,
                       terms(opts, OpType::ALLREDUCE_COALESCED, last));
   });
 }
 
-ShmBackend::Work ShmBackend::all_reduce(const Tensor& t, const c10d::ReduceOp& op,
+ShmBackend::Work ShmBackend::all_reduce(const Tensor& t, const Tensor& in, const c10d::ReduceOp& op,
                                         const Tensors& results, const Terms& terms) {
   check_tensor(t);
   const auto elements = elements_of(t, operation_of(op));
   Buffers buffers{{}, results, {}};
-  buffers.keep.push_back(buffers.outputs.add(t, true));
+  const bool in_place = in.is_same(t);
+  buffers.keep.push_back(buffers.outputs.add(t, in_place));
+  if (!in_place) buffers.keep.push_back(in.contiguous());
+  const void* from = data(buffers.keep.back());
   void* at = data(buffers.keep[0]);
   std::unique_ptr<Collective> call;
   if (elements.bytes() <= std::min(AllReduce::kMaxBytes, member().slot_bytes()))
-    call = std::make_unique<AllReduce>(member(), at, at, elements);
+    call = std::make_unique<AllReduce>(member(), from, at, elements);
   else
-    call = std::make_unique<ChunkedAllReduce>(member(), at, at, elements);
+    call = std::make_unique<ChunkedAllReduce>(member(), from, at, elements);
   return run(std::move(call), std::move(buffers), terms);
 }
 

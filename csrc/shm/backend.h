@@ -82,8 +82,9 @@ class ShmBackend : public c10d::Backend {
   int checked_rank(int64_t rank, const char* name) const;
   void check_count(size_t n, const char* name) const;
 
-  Work all_reduce(const at::Tensor& t, const c10d::ReduceOp& op, const Tensors& results,
-                  const Terms& terms);
+  // `in` is `t` itself, or what is summed into it
+  Work all_reduce(const at::Tensor& t, const at::Tensor& in, const c10d::ReduceOp& op,
+                  const Tensors& results, const Terms& terms);
   Work scatter_sums(const at::Tensor& out, const Tensors& in, const c10d::ReduceOp& op,
                     const Terms& terms);
   Work scatter_sums(const at::Tensor& out, const at::Tensor& in, const c10d::ReduceOp& op,

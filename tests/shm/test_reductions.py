@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tp_ext
 from tests.helpers.ranks import run
 from tests.shm.backends import COMPLEX, DTYPES, FLOATS, INTEGERS, both_backends, group_of, of_all, same, values
 
@@ -47,6 +48,31 @@ def _all_reduce(world, backend, operation):
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_all_reduce_in_every_dtype(p, operation, backend):
     run(_all_reduce, p, backend, operation)
+
+
+def _into_a_new_tensor(world):
+    """reduce_from_region reads x where it is: the bits of the sum in place, counted as one all-reduce of its bytes."""
+    group, p, rank = group_of("tp_shm"), world.size(), world.rank()
+    for dtype in (*FLOATS, *INTEGERS):
+        for salt, shape in enumerate([(0, 3), (3, 5), (7, 40_000)]):  # in one step, and by chunks
+            mine = of_all(p, shape, dtype, salt)[rank]
+            for x in (mine, mine.t()):
+                before, expected = x.clone(), x.contiguous().clone()
+                dist.all_reduce(expected, group=group)
+                with tp_ext.debug.count_collectives() as counts:
+                    y = tp_ext.reduce_from_region(x, group)
+                same(y, expected)
+                same(x, before)
+                assert [(row.kind, row.payload) for row in counts.rows] == [("all_reduce", x.nbytes)] * (
+                    p > 1 and x.numel() > 0
+                )
+    with pytest.raises(ValueError, match="tensors: 2 must be one"):  # a caller cannot ask for it by two tensors
+        group.allreduce([torch.ones(2), torch.ones(2)]).wait()
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_a_sum_into_a_new_tensor(p):
+    run(_into_a_new_tensor, p)
 
 
 def _reduce(world, backend, operation):
