@@ -3,7 +3,7 @@
 y = gelu(x W^T + b) V^T + c with hidden 512, ffn 2048 and 512 tokens in fp32. "half" is the ceiling: each rank runs an
 MLP of half the width without communication. "dense" is plain torch in one process while the ranks wait. Output, input
 gradient and all weights' gradients are compared with dense before any measurement. "pinned": all threads of a rank on
-one core of its own (dense with 1 thread: on one, with 2: on all).
+one core of its own (dense with 1 thread: on one, with 2: on all). "memory kept": of all, by ``tp_ext.keep_memory``.
 """
 
 import functools
@@ -108,16 +108,18 @@ def subjects(cores: list[int], pinned: bool) -> dict[str, interleave.Block]:
     return result
 
 
-def measure(pinned: bool, seconds: float, block: float) -> list[Record]:
+def measure(way: tuple[bool, bool], seconds: float, block: float) -> list[Record]:
     cores = interleave.cores()
+    pinned, kept = way
     interleave.pin_ranks(RANKS, cores, pinned)
+    interleave.keep_memory(RANKS, kept)
     times = interleave.take(subjects(cores, pinned), seconds, block, turns=3 if seconds else 1)
     medians = {name: statistics.median(values) for name, values in times.items()}
     minima = {name: min(values) for name, values in times.items()}
     return [
         {
             "case": name,
-            "pinned": "pinned" if pinned else "not pinned",
+            **interleave.described(pinned, kept),
             "median_ms": medians[name] * 1e3,
             "min_ms": minima[name] * 1e3,
             "speedup": medians["dense, 1 thread"] / medians[name],
@@ -132,15 +134,17 @@ def measure(pinned: bool, seconds: float, block: float) -> list[Record]:
 def draw(figure: Any, records: list[Record]) -> None:
     panels: dict[str, dict[str, Any]] = {}
     for r in records:
-        panels.setdefault(f"MLP on {RANKS} ranks, {r['pinned']}", {})[str(r["case"])] = r["speedup"]
+        panels.setdefault(f"MLP on {RANKS} ranks, {r['pinned']}, memory {r['memory']}", {})[str(r["case"])] = r[
+            "speedup"
+        ]
     report.draw_bars(figure, panels, "times as fast as dense with 1 thread, medians", mark=1.0)
 
 
 def main() -> None:
-    def pinned(quick: bool) -> list[bool]:
-        return [False] if quick or len(interleave.cores()) < RANKS else [True, False]
+    def ways(quick: bool) -> list[tuple[bool, bool]]:
+        return interleave.ways_of_processes(RANKS, quick)
 
-    report.run(__file__, __doc__, pinned, measure, draw, "megatron-core")
+    report.run(__file__, __doc__, ways, measure, draw, "megatron-core")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 4 layers, hidden 256, 4 heads, ffn 1024, sequences of 256 bytes of Python's standard library, 8 a step, AdamW, fp32, no
 dropout. The peers' model is the same in plain torch (plain_gpt.py), from the same weights on the same batches; "dense"
 is that model in one process while the ranks wait, "ours, 1 thread" our model there. Every loss of every case must equal
-dense's within 1e-4, otherwise nothing is reported. "pinned" as in bench_mlp.py.
+dense's within 1e-4, otherwise nothing is reported. "pinned" and "memory" as in bench_mlp.py.
 """
 
 import argparse
@@ -108,9 +108,11 @@ def check(cases: dict[str, tuple], want: list[float]) -> dict[str, float]:
     return found
 
 
-def measure(sizes: Sizes, pinned: bool, rounds: int, steps: int) -> list[Record]:
+def measure(sizes: Sizes, way: tuple[bool, bool], rounds: int, steps: int) -> list[Record]:
     cores = interleave.cores()
+    pinned, kept = way
     interleave.pin_ranks(RANKS, cores, pinned)
+    interleave.keep_memory(RANKS, kept)
     one = cores[:1] if pinned else cores
     cases: dict[str, tuple] = {
         "dense, 1 thread": ("dense", "", sizes, 1),
@@ -136,7 +138,7 @@ def measure(sizes: Sizes, pinned: bool, rounds: int, steps: int) -> list[Record]
     return [
         {
             "case": name,
-            "pinned": "pinned" if pinned else "not pinned",
+            **interleave.described(pinned, kept),
             "tokens_per_s": rates[name],
             "best_tokens_per_s": tokens / min(times[name]),
             "speedup": rates[name] / rates["dense, 1 thread"],
@@ -154,7 +156,9 @@ def measure(sizes: Sizes, pinned: bool, rounds: int, steps: int) -> list[Record]
 def draw(figure: Any, records: list[Record]) -> None:
     panels: dict[str, dict[str, Any]] = {}
     for r in records:
-        panels.setdefault(f"GPT on {RANKS} ranks, {r['pinned']}", {})[str(r["case"])] = r["tokens_per_s"]
+        panels.setdefault(f"GPT on {RANKS} ranks, {r['pinned']}, memory {r['memory']}", {})[str(r["case"])] = r[
+            "tokens_per_s"
+        ]
     report.draw_bars(figure, panels, "tokens a second, median")
 
 
@@ -167,8 +171,8 @@ def main() -> None:
     run_stamp = report.stamp("cpu", "megatron-core")
     print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
     records: list[Record] = []
-    for pinned in [False] if args.quick or len(interleave.cores()) < RANKS else [True, False]:
-        rows = measure(sizes, pinned, rounds, steps)
+    for way in interleave.ways_of_processes(RANKS, args.quick):
+        rows = measure(sizes, way, rounds, steps)
         report.print_table(rows)
         records += rows
     if args.csv:

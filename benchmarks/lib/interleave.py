@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import tp_ext
 from tests.helpers import megatron_on_cpu, ranks  # noqa: F401, for the peers
 
 BACKENDS = ("gloo", "tp_shm")
@@ -45,6 +46,29 @@ def _pinned(group: Any, on: list[int], one_core: bool) -> None:
 def pin_ranks(p: int, on: list[int], one_core: bool) -> None:
     """Each rank on one core, in turn, or all on all."""
     ranks.run(_pinned, p, on, one_core)
+
+
+def _keep_memory(_: Any, enabled: bool) -> None:
+    tp_ext.keep_memory(enabled)
+
+
+def keep_memory(p: int, enabled: bool) -> None:
+    """Sets whether this process and the ranks keep the memory of freed tensors, for ours and the peers."""
+    tp_ext.keep_memory(enabled)
+    ranks.run(_keep_memory, p, enabled)
+
+
+def ways_of_processes(p: int, quick: bool) -> list[tuple[bool, bool]]:
+    """Returns what a benchmark measures: (one core a rank, memory kept)."""
+    if quick:
+        return [(False, False)]
+    pinned = len(cores()) >= p
+    return [(pinned, False), (pinned, True), *([(False, False)] if pinned else [])]
+
+
+def described(pinned: bool, kept: bool) -> dict[str, str]:
+    """Returns the columns that say which of them a row is."""
+    return {"pinned": "pinned" if pinned else "not pinned", "memory": "kept" if kept else "torch's"}
 
 
 def seconds_of(call: Callable[[], object], count: int) -> list[float]:

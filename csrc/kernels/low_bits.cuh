@@ -50,9 +50,10 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// y [tokens, rows] = x W^T
+// y [tokens, rows] = x W^T. Two blocks of a multiprocessor at least: left to itself ptxas spills
+// registers for more of them
 template <bool four, int N, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     low_bits_product_kernel(const T* __restrict__ x, const uint8_t* __restrict__ packed,
                             const float* __restrict__ scale, T* __restrict__ y, int64_t tokens,
                             LowBitsRows rows) {

@@ -29,7 +29,7 @@ from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import allocate, compute, generator_states
 from tp_ext.huggingface.quantised import Quantised, forms_of
-from tp_ext.low_precision.quantize import check_options
+from tp_ext.low_precision.quantize import check_low_bits
 from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.model.census import census
@@ -107,7 +107,7 @@ def from_pretrained(
     _check_arguments(path, group, mesh, model_class, dtype, device)
     check_bool(strict=strict)
     if quantize is not None:
-        check_options(quantize, block)
+        check_low_bits(quantize, block)
     axes = mesh_axes(group, mesh)
     parallel = parallel_group(axes.tp)
     ranks = process_group(parallel.name) if parallel is not ALONE and parallel.name else None

@@ -62,7 +62,7 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
-    check_options(weights, block)
+    check_low_bits(weights, block)
     chosen = {name: layer for name, layer in linears(model).items() if filter is None or filter(name, layer)}
     parallel = [layer for layer in chosen.values() if isinstance(layer, ParallelLinear)]
     groups = dict.fromkeys(layer.tp_group for layer in parallel if layer.tp_group.size > 1)
@@ -96,7 +96,7 @@ def _raise(problem: Exception | None) -> None:
         raise problem
 
 
-def check_options(weights: str, block: int) -> None:
+def check_low_bits(weights: str, block: int) -> None:
     if weights not in _BITS:
         raise ValueError(f"weights: {weights!r} must be one of {', '.join(_BITS)}")
     check_int(least=2, block=block)

@@ -2,8 +2,8 @@
 
 import contextlib
 import itertools
-import math
 import os
+import statistics
 import time
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ _LARGE = {"cpu": 2**25, "cuda": 2**30}  # bytes of a copy, more than caches hold
 _WIDE = {"cpu": 1024, "cuda": 8192}  # tokens, and features of the other kernels
 _HEADS, _HEAD_DIM = 8, 64
 _SMALL, _BIG = 2**12, 2**24  # bytes of a collective
-_CHUNKS = 4  # of the time for a kernel, of which the fastest counts
+_CHUNKS = 4  # of the time for a kernel
 
 
 def measure(device: torch.device | str | None = None, group: Group = None, minutes: float = 2) -> Cluster:
@@ -36,8 +36,8 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     them); forward and backward of attention, of a norm, an activation and a residual; AdamW; a sum of large tensors; a
     linear of one element, which is the host's; and all-reduces of 4 KiB and 16 MiB, from which latency and bandwidth of
     a ring follow. Each time is a mean over many calls, of all ranks at once, so that what they share (a core, a
-    memory) is shared as in training: a rank computes before and after it measures, until all others have. Of four
-    such means the least counts.
+    memory) is shared as in training: a rank computes before and after it measures, until all others have. Of
+    four such means the median counts.
 
     Args:
         device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they
@@ -103,26 +103,26 @@ def _finished(where: torch.device) -> float:
 
 
 def _mean(call: Callable[[], object], where: torch.device, seconds: float, ranks: ProcessGroup | None = None) -> float:
-    """Returns the time of a call: the least of some means over calls in a row, of all ranks at once."""
+    """Returns the time of a call: the median of some means over calls in a row, of all ranks at once."""
     begin = _finished(where)
     call()
-    best = _finished(where) - begin
+    first = _finished(where) - begin
     if ranks is not None:
         dist.barrier(ranks)
         call()  # each rank computes when the first of them begins to measure
-        best = math.inf
+    means = []
     # A call that takes its share of the time is a mean by itself; one that takes all of it is not repeated
-    for _ in range(_CHUNKS if best < seconds / _CHUNKS or ranks is not None else int(best < seconds)):
+    for _ in range(_CHUNKS if first < seconds / _CHUNKS or ranks is not None else int(first < seconds)):
         begin = now = _finished(where)
         calls = 0
         while calls == 0 or now - begin < seconds / _CHUNKS:
             call()
             calls += 1
             now = _finished(where)
-        best = min(best, (now - begin) / calls)
+        means.append((now - begin) / calls)
     if ranks is not None:
         call()  # .. and when the last of them ends
-    return best
+    return statistics.median(means or [first])
 
 
 def _kernels(where: torch.device, ranks: ProcessGroup | None, seconds: float) -> dict[str, float]:

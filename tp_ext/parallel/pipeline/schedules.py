@@ -122,7 +122,7 @@ def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages
         )
 
 
-def check_model(schedule: Schedule, model: Census, parts: Sequence[nn.Module], init: Any) -> None:
+def check_pipeline_model(schedule: Schedule, model: Census, parts: Sequence[nn.Module], init: Any) -> None:
     """Raises ValueError if parts of the model cannot be in a stage, or not under a schedule that splits the
     backward.
     """

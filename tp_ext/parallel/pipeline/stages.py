@@ -22,7 +22,7 @@ from tp_ext.parallel.pipeline.parts import parts_of, watch_reads
 from tp_ext.parallel.pipeline.schedules import (
     check_meta,
     check_microbatches,
-    check_model,
+    check_pipeline_model,
     known_schedule,
     number_of_stages_per_rank,
 )
@@ -151,7 +151,9 @@ def pipeline_stages(
     step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
     whole = census(model)
     parts = parts_of(whole)
-    check_model(known, whole, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init)
+    check_pipeline_model(
+        known, whole, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init
+    )
     options = _fsdp_options(fsdp)
     if options:
         check_shards(whole)
