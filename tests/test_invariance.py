@@ -17,6 +17,7 @@ from tests.helpers.invariant_model import Block, Model, batches, simulated, trai
 from tests.helpers.ranks import run, run_fresh
 from tp_ext import _ops
 from tp_ext.invariance import block_sizes, blocks_of_rank
+from tp_ext.nn.attention.scaled_dot_product import explicit_attention
 from tp_ext.sharding import Sharding, head_parts
 
 pytestmark = pytest.mark.core
@@ -51,6 +52,25 @@ def _same_bits(options):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_for_every_number_of_ranks_and_threads(case):
     run_fresh(_same_bits, CASES[case])
+
+
+def _gradients_of_attention(threads):
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    # 33 keys: torch's softmax rounds the backward of a row by its place in a thread's share
+    q, k, v, dy = (torch.randn(1, 8, 33, 8, generator=generator) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    y = explicit_attention(*leaves, None, scale=None, softcap=None, blind=False, drop=torch.clone, by_head=True)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def _attention_on_threads():
+    first, *others = (_gradients_of_attention(threads) for threads in (1, 2, 3))
+    assert all(all(map(torch.equal, first, other)) for other in others)
+
+
+def test_attention_by_head_does_not_depend_on_threads():
+    run_fresh(_attention_on_threads)
 
 
 def _differ_without():
