@@ -58,7 +58,8 @@ void both(LowBitsRows rows, int64_t tokens, int64_t shift) {
   const auto sum = [&](int64_t i, bool magnitudes) {
     double total = 0;
     for (int64_t k = 0; k < inputs; ++k) {
-      const double term = as_double(x[i / rows.count * inputs + k]) * want[i % rows.count * inputs + k];
+      const double term =
+          as_double(x[i / rows.count * inputs + k]) * want[i % rows.count * inputs + k];
       total += magnitudes ? std::fabs(term) : term;
     }
     return total;
