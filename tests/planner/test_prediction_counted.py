@@ -157,7 +157,8 @@ SAVED = {
 
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_bytes_are_those_kept(name):
-    """Of a microbatch's forward, without the loss: distinct storages that autograd keeps, parameters not counted."""
+    """The forward pass of one microbatch, without the loss. Each storage that autograd keeps counts once; storages of
+    parameters do not count."""
     axes, more = SAVED[name]
     layout = Layout(dp=1, micro_batch=2, dtype="fp32", **axes)
     sizes = {"kv_heads": SIZES["heads"]} | LARGER | more

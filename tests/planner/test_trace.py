@@ -98,7 +98,8 @@ def with_biases(workload):
 
 
 def with_shared_tables(workload):
-    """Of an unchanged model a rotation is operators of its own, whose tables all layers share."""
+    """Returns the workload without the tables of rotary embeddings: an unchanged model computes them once for all of
+    its layers."""
     (block,) = workload.blocks
     ops = tuple(
         dataclasses.replace(op, heads=0, kv_heads=0, key_features=0) if op.kind == "pointwise" else op

@@ -162,8 +162,10 @@ def test_forms_of_blocks():
 
 def test_a_parallel_block_keeps_the_input_of_both_once():
     sizes = {"layers": 1, "hidden": 64, "heads": 4, "vocab": 16, "seq": 8}
-    two, one = (sum(op.saved for op in planner.transformer(**sizes, norms=norms).blocks[0].ops) for norms in (2, 1))
-    assert two - one == 2 * 64  # a norm's, and that of the MLP
+    sequential, parallel = (
+        sum(op.saved for op in planner.transformer(**sizes, norms=norms).blocks[0].ops) for norms in (2, 1)
+    )
+    assert sequential - parallel == 2 * 64  # a norm's, and that of the MLP
 
 
 def test_a_layout_resolves_and_counts():

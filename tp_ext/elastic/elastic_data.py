@@ -215,7 +215,7 @@ class ElasticData:
             joiners = self._proposals.joiners(last)
             ready = len(joiners) >= self._least and any(one.id == self._id for one in joiners)
             gone = set() if last is None else self._pulse.gone(last.ids)
-            # Nobody of the last view lives: those that wait begin anew, with the weights of one of them
+            # If no member of the last view is alive, the waiting replicas start again from the weights of one of them
             if ready and (last is None or gone >= set(last.ids)):
                 self._board.propose(self._proposals.first(last, joiners))
             elif time.monotonic() > deadline:

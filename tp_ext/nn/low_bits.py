@@ -169,10 +169,12 @@ def _as_rows(x: Tensor) -> Tensor:
 def _product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which x is multiplied with many rows of a weight. Without instructions for bf16, or fp16, a
     CPU is several times faster in fp32."""
-    if x.device.type == "cpu":
-        of_cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if x.dtype == torch.bfloat16 and of_cpu else torch.float32
-    return x.dtype if x.dtype in _DTYPES else torch.float32
+    if x.device.type != "cpu":
+        return x.dtype if x.dtype in _DTYPES else torch.float32
+    has_bf16 = x.dtype == torch.bfloat16 and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def _has_torch_kernel(x: Tensor, packed: Tensor, scale: Tensor) -> bool:

@@ -11,7 +11,7 @@ from tp_ext.planner.workload import Workload, transformer
 
 
 class _Family(NamedTuple):
-    """How the models of a ``model_type`` differ from Llama, by its configuration class and its modelling file.
+    """The differences between a ``model_type`` and Llama, as its configuration class and its modelling file have them.
 
     Attributes:
         form: arguments of :func:`transformer`. tied: the default of ``tie_word_embeddings``.

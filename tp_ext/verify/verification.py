@@ -109,7 +109,7 @@ def _simulated(p: int, task: Task, findings: list[Finding]) -> list[Outcome] | N
     try:
         return simulate(run, p, task, seed=task.seed)
     except RuntimeError as error:
-        # A mistake of the caller, whatever p, is no finding
+        # This error does not depend on p: the caller must fix it, so it is raised and not reported as a finding
         if isinstance(error.__cause__, UnfitModelError):
             raise error.__cause__ from None
         findings.append(_of_error(p, error, task))
