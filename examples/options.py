@@ -118,9 +118,8 @@ def parse_options(description: str) -> argparse.Namespace:
     output.add_argument("--log-every", type=POSITIVE, default=10, help="steps between lines, where there is no bar")
     output.add_argument("--quiet", action="store_true", help="no progress bar and no lines but the first and the last")
     output.add_argument("--timeline", action="store_true", help="draw the third step of the run: timeline.png")
-    output.add_argument(
-        "--plan", action="store_true", help="profile the machine; print the predicted and measured step"
-    )
+    plan = "profile the machine for MINUTES, by default 0.5; print the predicted and measured step"
+    output.add_argument("--plan", nargs="?", const=0.5, type=RATE, metavar="MINUTES", help=plan)
     output.add_argument("--prompt", default="def ", help="what the text sampled at the end begins with")
     output.add_argument("--sample-bytes", type=COUNT, default=200, help="length of the sampled text; 0: none")
 

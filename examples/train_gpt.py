@@ -272,7 +272,7 @@ def predicted(options: argparse.Namespace, mesh: DeviceMesh, device: torch.devic
         top_k=options.top_k if options.experts else 0,
         shared=options.shared_experts if options.experts else 0,
     )
-    machine = planner.measure(device, dist.group.WORLD, minutes=0.5)
+    machine = planner.measure(device, dist.group.WORLD, minutes=options.plan)
     return planner.predict(model, machine, layout, options.batch_size)
 
 

@@ -94,9 +94,10 @@ STARTED = pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytes
 )
 def test_output_files_lines_and_sample(p, cold, text, tmp_path):
     options = ["--data", str(text), "--steps", "4", "--eval-every", "2", "--log-every", "3", "--sample-bytes", "8"]
-    job = _launch(p, tmp_path / "run", *options, cold=cold)
+    job = _launch(p, tmp_path / "run", *options, "--plan", "0.01", cold=cold)
     code, output = job.wait(120), job.output
     assert code == 0, output
+    assert re.search(r"^a step: \d\S* s predicted, \d\S* s measured, the least of all$", output, re.M)
     assert re.search(r"first loss \d\.\d+, last loss \d\.\d+, held-out loss \d\.\d+", output)
     assert re.findall(r"^step (\d)/4: loss \d", output, re.M) == ["2", "3", "4"] and "\r" not in output
     assert "--- sample\ndef " in output
@@ -120,6 +121,7 @@ def test_output_files_lines_and_sample(p, cold, text, tmp_path):
         (["--lr", "-1"], "--lr: -1 must be positive and finite"),
         (["--save-every", "-3"], "--save-every: -3 must be at least 0"),
         (["--sample-bytes", "-1"], "--sample-bytes: -1 must be at least 0"),
+        (["--plan", "0"], "--plan: 0 must be positive and finite"),
         (["--dropout", "1"], "--dropout: 1 must be at least 0 and less than 1"),
         (["--batch-size", "many"], "--batch-size: 'many' must be a number"),
         (["--pp", "2"], "--pp: --pp 2 --dp 1 --ep 1 --cp 1 --tp -1 must multiply to the 1 ranks of this run"),

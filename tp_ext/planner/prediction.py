@@ -77,6 +77,9 @@ class Prediction:
     stages: tuple[tuple[float, float, float], ...]
     send: float
 
+    def __hash__(self) -> int:
+        return hash((self.layout, self.global_batch, self.step_time))  # not the dict of seconds, which has none
+
     @property
     def mfu(self) -> float:
         """The FLOPs of the model by those of all devices at the peak of the layout's dtype in the step."""
