@@ -197,6 +197,12 @@ def test_stages_have_the_blocks_of_pipeline_stages(blocks):
         assert load().planner.split_blocks(blocks, stages) == split_blocks(None, blocks, stages, [])
 
 
+def test_equal_predictions_have_one_hash():
+    model = planner.transformer(**SMALL)
+    first, again, other = (predict(model, cluster(), Layout(tp=tp), 16) for tp in (2, 2, 4))
+    assert len({first, again, other}) == 2 and first == again
+
+
 def test_what_does_not_fit_is_predicted_with_the_reason():
     model = planner.transformer(**LLAMA_8B, seq=8192)
     got = predict(model, planner.cluster("a100-40", 1), Layout(), 8)
