@@ -46,6 +46,11 @@ class ParallelGroup(NamedTuple):
         """The name of the process group, as torch knows it."""
         return _parse(self.name)[0]
 
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks (:func:`global_ranks`)."""
+        return global_ranks(self.name)
+
     def plain(self) -> "ParallelGroup":
         """Returns the group without the options in its name (:func:`group_name`)."""
         return self.member(self.rank)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext import _ops
 from tp_ext._object_collectives import broadcast_axes
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
-from tp_ext.group import ParallelGroup, global_ranks, process_group
+from tp_ext.group import ParallelGroup, process_group
 from tp_ext.model.census import Census, device_of
 from tp_ext.model.model_groups import ModelGroups
 from tp_ext.sharding import Layout, Sharding
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
 
         A data axis may span a group of the layout, as that of a model spans the expert group: of it the first of the
         groups are those of the axis's first rank."""
-        own = [set(global_ranks(group.name)) for _, group in layout if group.size > 1]
+        own = [set(group.ranks) for _, group in layout if group.size > 1]
         for axis in self.data_axes:
             members = dist.get_process_group_ranks(axis)
             within = [ranks for ranks in own if ranks < set(members)]
@@ -228,7 +228,7 @@ def scatter_full(full: Tensor | None, local: Tensor, layout: Layout, ranks: Rank
     shape = layout.full_shape(local.shape)
     groups = [group for _, group in layout if group.size > 1]
     spanned = [set(dist.get_process_group_ranks(axis)) for axis in ranks.data_axes]
-    parts = any(set(global_ranks(group.name)) < members for group in groups for members in spanned)
+    parts = any(set(group.ranks) < members for group in groups for members in spanned)
     # A group within an axis: no group connects the first ranks of the smaller groups
     if parts or not all(map(ranks.groups.is_axis, groups)):
         whole = _broadcast(value, shape, local, broadcast_axes(ranks.stage_axes))

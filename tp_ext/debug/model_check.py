@@ -136,7 +136,7 @@ def findings(
         compared_batch = None if _has_other_tokens(known, name) else batch
         sentences += _located(name, _findings_over(name, known, alone + nonfinite, options, compared_batch))
     for axis in data:
-        if tuple(global_ranks(axis.name)) in map(tuple, map(global_ranks, names)):
+        if tuple(axis.ranks) in map(tuple, map(global_ranks, names)):
             continue  # that of the experts
         sentences += _located(axis.name, _findings_over(axis.name, known, [], options, None))
     if over.pp.size > 1:
@@ -246,7 +246,7 @@ def _forgotten(model: Census) -> list[str]:
 def _is_sharded_over(model: Census, group: str) -> bool:
     """Returns whether layers are sharded over the group, whose ranks then have the same tokens."""
     ranks = global_ranks(group)
-    used = any(global_ranks(other.name) == ranks for other in model.groups_in_use() if other.size > 1)
+    used = any(other.ranks == ranks for other in model.groups_in_use() if other.size > 1)
     return used and not _has_other_tokens(model, group)
 
 
@@ -254,7 +254,7 @@ def _has_other_tokens(model: Census, group: str) -> bool:
     """Returns whether the ranks of the group have different tokens: it is that of experts."""
     ranks = global_ranks(group)
     experts = (layer.expert_group for layer in model.experts.values())
-    return any(group is not None and global_ranks(group.name) == ranks for group in experts)
+    return any(group is not None and group.ranks == ranks for group in experts)
 
 
 class _Report(NamedTuple):

@@ -91,7 +91,7 @@ def compared_tensors(model: Census, group: Group) -> list[ComparedTensor]:
         layout = model.resolve(name).layout
         shared: Sharding | None = None
         for sharding, other in layout:
-            members = global_ranks(other.name)
+            members = other.ranks
             if members == ranks:
                 shared = sharding
             elif len(set(members) & set(ranks)) > 1:

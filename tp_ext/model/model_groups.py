@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import LocalChunk
-from tp_ext.group import ParallelGroup, global_ranks
+from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Layout
 
 
@@ -47,7 +47,7 @@ class ModelGroups(NamedTuple):
         """Returns the axes that are an axis of FSDP2's ``mesh``, or lie within one, as an expert group lies within the
         data ranks of all other parameters."""
         over = [set(dist.get_process_group_ranks(axis)) for axis in mesh.get_all_groups()]
-        return [axis for axis in self.axes if any(set(global_ranks(axis.name)) <= members for members in over)]
+        return [axis for axis in self.axes if any(set(axis.ranks) <= members for members in over)]
 
     def counts(self, layout: Layout, tensor: Tensor | None = None) -> bool:
         """Returns whether this rank counts its shard: of the ranks that hold the same one, it is the first. Over axes
@@ -98,7 +98,7 @@ def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
     for group in {group.name: group for group in groups}.values():
         plain = group.plain()
         if plain.size > 1 and plain.name not in names:
-            names[plain.name] = tuple(global_ranks(plain.name))
+            names[plain.name] = tuple(plain.ranks)
             ranks.setdefault(names[plain.name], plain)
     largest = [rank for rank in ranks if not any(set(rank) < set(other) for other in ranks)]
     # Of groups that overlap otherwise no rank could know which others hold its shard

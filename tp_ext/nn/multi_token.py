@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tp_ext._checks import check_int, check_number, refuse_group
 from tp_ext.context_layout import ContextLayout
-from tp_ext.group import NOT_GIVEN, Group, global_ranks
+from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.embedding import VocabParallelEmbedding, VocabParallelLMHead
 from tp_ext.nn.linear import RowParallelLinear
@@ -160,7 +160,7 @@ class MultiTokenPrediction(ParallelModule):
             raise TypeError(f"{name}: {type(layer).__name__} must be a {kind.__name__}")
         if getattr(layer, width) != self.hidden_size:
             raise ValueError(f"{name}: its width {getattr(layer, width)} must be hidden_size = {self.hidden_size}")
-        ranks = [global_ranks(one.tp_group.name) if one.tp_group.size > 1 else [] for one in (layer, self)]
+        ranks = [one.tp_group.ranks if one.tp_group.size > 1 else [] for one in (layer, self)]
         if ranks[0] != ranks[1]:
             raise ValueError(f"{name}: its group, ranks {ranks[0]}, must be group, ranks {ranks[1]}")
         if layer.sequence_parallel != self.sequence_parallel:

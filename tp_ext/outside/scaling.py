@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext.group import global_ranks, process_group
+from tp_ext.group import process_group
 from tp_ext.outside.live_shards import layouts_by_id
 
 Flags = dict[torch.device, Tensor]
@@ -32,7 +32,7 @@ def unscale_grads_(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     known = layouts_by_id(params)
     axes = {
-        tuple(global_ranks(group.name)): process_group(group.name)
+        tuple(group.ranks): process_group(group.name)
         for param in params
         for _, group in known.get(id(param), ())
         if group.size > 1

@@ -87,7 +87,7 @@ def _check_replicated(model: nn.Module, axis: DeviceMesh) -> None:
     mine = {
         name: checksum(bits_of(local_of(entry.value)))[0].item()
         for name, entry in census(model).parameters.items()
-        if all(global_ranks(group.name) != ranks for _, group in entry.layout)
+        if all(group.ranks != ranks for _, group in entry.layout)
     }
     held = all_gather_objects(mine, axis.get_group())
     for name in mine:

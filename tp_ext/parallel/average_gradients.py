@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tp_ext.group import Group, ParallelGroup, global_ranks
+from tp_ext.group import Group, ParallelGroup
 from tp_ext.mesh import data_axes
 from tp_ext.model.census import census, holds_experts
 from tp_ext.parallel.gradient_sum import average_over
@@ -45,9 +45,9 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
 
 def is_sharded_over(layout: Layout, axis: ParallelGroup, name: str) -> bool:
     """Returns whether the parameter is sharded over a data axis, and so has no mean over it."""
-    ranks = global_ranks(axis.name)
+    ranks = axis.ranks
     for _, group in layout:
-        own = global_ranks(group.name) if group.size > 1 else []
+        own = group.ranks if group.size > 1 else []
         # By ranks: the layer and the axis may have made two groups of the same ranks
         if own == ranks:
             return True

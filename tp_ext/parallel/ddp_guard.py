@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tp_ext.group import global_ranks
 from tp_ext.model.census import Census, census
 from tp_ext.sharding import Layout
 
@@ -81,7 +80,7 @@ def _describe_mixed(wrapper: DistributedDataParallel, model: nn.Module) -> str:
 def _shared_tp_ranks(ranks: list[int], layout: Layout) -> list[int]:
     """Returns the ranks of a group of the layout that are in ``ranks``, if there are several."""
     for _, group in layout:
-        shared = [rank for rank in global_ranks(group.name) if rank in ranks]
+        shared = [rank for rank in group.ranks if rank in ranks]
         # One common rank is this rank, in which the axes of a mesh cross
         if len(shared) > 1:
             return shared

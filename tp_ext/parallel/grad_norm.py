@@ -236,7 +236,7 @@ def _norm(
             # An axis of the mesh that is one of the model's groups, too, is summed below, once
             norm = norm if members in last else _over(axis, norm, norm_type)
         spanned = groups.spanned(mesh) if mesh is not None else []
-        if any(axis.rank for axis in spanned if tuple(global_ranks(axis.name)) not in axes[mesh]):
+        if any(axis.rank for axis in spanned if tuple(axis.ranks) not in axes[mesh]):
             norm = torch.zeros_like(norm)  # already summed over that axis, over which the total is summed below
         norms.append(norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)

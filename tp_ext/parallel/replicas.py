@@ -115,9 +115,7 @@ def copy_from_first(model: Census, data_group: Group) -> None:
         return
     group, ranks = process_group(data_group), global_ranks(data_group)
     tensors: list[Tensor] = [
-        entry.value
-        for entry in model.parameters.values()
-        if all(global_ranks(one.name) != ranks for _, one in entry.layout)
+        entry.value for entry in model.parameters.values() if all(one.ranks != ranks for _, one in entry.layout)
     ]
     for tensor in (*tensors, *model.model.buffers()):
         if not isinstance(tensor, DTensor):

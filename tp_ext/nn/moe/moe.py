@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number, check_tensor
-from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
+from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, parallel_group
 from tp_ext.invariance import refuse_in_blocks
 from tp_ext.mesh import DataAxes, data_axes
 from tp_ext.model.module import LayerOverData
@@ -145,7 +145,7 @@ class ParallelMoE(LayerOverData):
         check_number(or_none=True, attach_loss=attach_loss)
         refuse_in_blocks(self.invariant_blocks, capacity=capacity)
         ep = parallel_group(expert_group)
-        shared_ranks = set(global_ranks(ep.name)) & set(global_ranks(self.tp_group.name))
+        shared_ranks = set(ep.ranks) & set(self.tp_group.ranks)
         # Their ranks have other tokens, those of group the same ones
         if len(shared_ranks) > 1:
             raise ValueError(
