@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tp_ext._checks import warn_caller
 from tp_ext.group import ALONE, NOT_GIVEN, Group, ParallelGroup, global_ranks, parallel_group
 from tp_ext.mesh import MeshAxes
-from tp_ext.model.fqn import Entry, Places, StateDict, declares_shardings_alone, resolve_fqn
+from tp_ext.model.fqn import Entry, Places, StateDict, resolve_fqn
 from tp_ext.model.layouts import layouts_of
 from tp_ext.model.model_groups import ModelGroups, axes_of_groups
 from tp_ext.model.module import LayerOverData, ParallelModule
@@ -109,9 +109,9 @@ class Census:
         if self.axes.tp is NOT_GIVEN:
             return found
         group, argument = parallel_group(self.axes.tp).plain(), self.axes.argument
-        ranks = tuple(global_ranks(group.name))
+        ranks = tuple(group.ranks)
         # Experts are sharded over data ranks, which say nothing about the tensor-parallel axis
-        theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(global_ranks(self.axes.ep.name))}
+        theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(self.axes.ep.ranks)}
         if theirs and ranks not in theirs:
             names = " or ".join(_shown(members) for members in sorted(theirs))
             raise ValueError(
@@ -144,7 +144,7 @@ class Census:
         for name, entry in self.parameters.items():
             for _, group in entry.layout:
                 if group.size > 1:
-                    found.setdefault(tuple(global_ranks(group.name)), name)
+                    found.setdefault(tuple(group.ranks), name)
         return found
 
     @cached_property
@@ -218,6 +218,7 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
     modules = tuple(model.named_modules())
     tables = (table for _, module in modules for table in (module._parameters, module._buffers))
     tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+    copies = copies_in([module for _, module in modules])
     # Layouts name their groups. Only shardings without layouts need a group from elsewhere: the one that was given, or
     # the only one of the model
     default = ALONE
@@ -225,15 +226,12 @@ def census(model: Stages, axes: MeshAxes | None = None, *, assumed: ParallelGrou
         default = _default_group(modules, axes, assumed)
     elif axes.tp is not NOT_GIVEN and axes.argument == "group":
         warn_unneeded_group()
-    return Census(
-        model,
-        axes,
-        modules,
-        tensors,
-        copies=copies_in([module for _, module in modules]),
-        default=default,
-        _places=Places(),
-    )
+    return Census(model, axes, modules, tensors, copies, default, Places())
+
+
+def declares_shardings_alone(module: nn.Module) -> bool:
+    """Returns whether the module has ``tp_shardings``, which name no group, in place of layouts."""
+    return "tp_shardings" in module.__dict__ and "tp_layouts" not in module.__dict__
 
 
 def _groups_in_use(modules: Modules) -> Iterator[ParallelGroup]:

@@ -143,11 +143,6 @@ def layout_of(module: nn.Module, name: str, group: ParallelGroup = ALONE) -> Lay
     return Layout()
 
 
-def declares_shardings_alone(module: nn.Module) -> bool:
-    """Returns whether the module has ``tp_shardings``, which name no group, in place of layouts."""
-    return "tp_shardings" in module.__dict__ and "tp_layouts" not in module.__dict__
-
-
 def unpruned(name: str) -> str:
     """Returns the name of the tensor that ``torch.nn.utils.prune`` has replaced by the one of this name."""
     return name.removesuffix("_orig").removesuffix("_mask")

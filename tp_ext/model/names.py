@@ -41,9 +41,14 @@ def name_modules(model: Stages, *, prefix: str = "", rename: bool = False) -> No
     """
     if not isinstance(prefix, str):
         raise TypeError(f"prefix: {prefix!r} must be a string")
+    name_joined(joined(model), prefix, rename=rename)
+
+
+def name_joined(model: nn.Module, prefix: str = "", *, rename: bool = False) -> None:
+    """Does :func:`name_modules` for a module, or for stages that are joined, as in a census."""
     named: list[tuple[str, nn.Module]] = []
     drawing: dict[str, nn.Module] = {}  # wrappers do not draw, and have the name of what they wrap
-    for path, module in _paths(joined(model), prefix, set()):
+    for path, module in _paths(model, prefix, set()):
         name = None if prefix or rename else module.__dict__.get("tp_name")
         if name is None or drawing.get(name, module) is not module:
             name = path
@@ -106,7 +111,7 @@ def reset_parameters(model: Stages) -> None:
     """
     seed = base_seed("tp_ext.reset_parameters")
     whole = joined(model)
-    name_modules(model)
+    name_joined(whole)
     # As constructors do: nn.MultiheadAttention has zeros where its linear has drawn a bias
     owners = [module for _, module in _paths(whole, "", set(), children_first=True) if _draws(module)]
     # Before anything is drawn: an error in the middle would leave half of the weights new

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext.chunks import mesh_position, start_of
 from tp_ext.group import ALONE, ParallelGroup
-from tp_ext.model.fqn import declares_shardings_alone, resolve_fqn
+from tp_ext.model.census import declares_shardings_alone
+from tp_ext.model.fqn import resolve_fqn
 from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout
 

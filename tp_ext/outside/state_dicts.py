@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ext.group import ALONE
-from tp_ext.model.census import census
-from tp_ext.model.fqn import declares_shardings_alone
+from tp_ext.model.census import census, declares_shardings_alone
 from tp_ext.model.layouts import layouts_of, mirror_layouts
 from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.outside.places import (

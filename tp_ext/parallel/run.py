@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
-from tp_ext.model.census import census
-from tp_ext.model.names import name_modules, reset_parameters
+from tp_ext.model.census import Census, census
+from tp_ext.model.names import name_joined, reset_parameters
 from tp_ext.parallel.average_gradients import ignore_experts
 from tp_ext.parallel.block_wrappers import wrap_blocks
 from tp_ext.parallel.grad_norm import clip_grad_norm_
@@ -125,11 +125,12 @@ def parallelize(
         if layer.attach_loss is None:  # backward adds the gradient of the routers' losses, the mean over microbatches
             layer.attach_loss = 1 / microbatches
     manual_seed(seed, mesh)
-    name_modules(model)
+    name_joined(model)
     # Before FSDP2, whose hooks are then around a block's recomputation: the selective one counts operators inside
     whole = wrap_blocks(known, recompute, compile)
     run = ParallelRun(
         whole,
+        known,
         mesh,
         schedule,
         microbatches,
@@ -159,6 +160,7 @@ class ParallelRun:
     def __init__(
         self,
         model: nn.Module,
+        known: Census,
         mesh: DeviceMesh,
         schedule: str | None,
         microbatches: int,
@@ -224,9 +226,9 @@ class ParallelRun:
             return
         # A tree adds the gradients of data ranks, where the others take their mean
         self._loss = StepLoss(summed, microbatches, count, mean_over, "sum" if invariant_blocks else "mean")
-        # [Note: one census for each call]: wrap_blocks has replaced the blocks
-        wrapped = census(model)
-        materialise(model, device, reset_parameters, wrapped.blocks, sharding, wrapped.experts.values())
+        # [Note: one census for each call]: wrap_blocks has replaced blocks, which are found anew, and no experts
+        blocks = known.blocks if model is known.model else [model]
+        materialise(model, device, reset_parameters, blocks, sharding, known.experts.values())
         self.state = model
         if invariant_blocks is not None:
             self._tree = MicrobatchTree(model, invariant_blocks, *data.axes)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_along, all_gather_objects
-from tp_ext.group import ParallelGroup, global_ranks
+from tp_ext.group import ParallelGroup
 from tp_ext.mesh import DATA_AXES, MeshAxes
 from tp_ext.model.census import Census
 from tp_ext.model.module import ParallelModule
@@ -43,10 +43,10 @@ def check_model(model: Census, mesh: DeviceMesh, zero: int, recompute: str | Non
     _check_trainable(model)
     _check_axes(model, mesh)
     _check_experts(model, mesh, zero, recompute)
-    # It communicates, so it comes after the checks by which one rank may raise
-    _check_replicas(model, mesh)
     if zero > 1:
         check_shards(model)
+    # It communicates, so it comes after the checks by which one rank may raise
+    _check_replicas(model, mesh)
 
 
 def check_invariant_blocks(model: Census, axes: MeshAxes, blocks: int | None, microbatches: int, compile: bool) -> None:
@@ -89,7 +89,7 @@ def _check_axes(model: Census, mesh: DeviceMesh) -> None:
     own = axes.get("tp", [])
     for path, layer in model.layers.items():
         if layer.tp_group.size > 1:
-            ranks = global_ranks(layer.tp_group.name)
+            ranks = layer.tp_group.ranks
             for name, others in axes.items():
                 if ranks == others and ranks != own:
                     raise ValueError(
@@ -109,7 +109,7 @@ def _check_experts(model: Census, mesh: DeviceMesh, zero: int, recompute: str | 
     ep = dist.get_process_group_ranks(mesh["ep"].get_group()) if "ep" in (mesh.mesh_dim_names or ()) else None
     for path, layer in model.experts.items():
         assert isinstance(layer.expert_group, ParallelGroup)
-        ranks = global_ranks(layer.expert_group.name)
+        ranks = layer.expert_group.ranks
         if ranks != ep:
             raise ValueError(f"model: expert_group of {path!r}, ranks {ranks}, must be mesh['ep']")
         if zero == 1:
@@ -120,11 +120,11 @@ def _check_experts(model: Census, mesh: DeviceMesh, zero: int, recompute: str | 
                 f"recompute: 'selective' must be None or 'full' with zero = {zero} for a model whose experts are "
                 "sharded over several ranks"
             )
-    axes = {tuple(global_ranks(axis.name)) for axis in model.axes.data.axes}
+    axes = {tuple(axis.ranks) for axis in model.axes.data.axes}
     for path, router in model.routing_layers.items():
         if router.gradient_reduction != "mean":
             raise ValueError(f"model: gradient_reduction of {path!r}, 'sum', must be 'mean'")
-        theirs = {tuple(global_ranks(axis.name)) for axis in router.data_ranks.axes}
+        theirs = {tuple(axis.ranks) for axis in router.data_ranks.axes}
         if router.needs_data_ranks and theirs != axes:
             raise ValueError(
                 f"model: data_groups and expert_group of {path!r} are the ranks {sorted(map(list, theirs))}, and must "
@@ -150,7 +150,7 @@ def _check_replicas(model: Census, mesh: DeviceMesh) -> None:
         mine = {  # without those that this axis shards, experts: its ranks hold other slices of them
             name: number
             for (name, entry), number in zip(params.items(), numbers, strict=True)
-            if not any(global_ranks(group.name) == ranks for _, group in entry.layout)
+            if not any(group.ranks == ranks for _, group in entry.layout)
         }
         held = all_gather_objects(mine, axis)
         # A parameter that the other lacks is of a model with other names, which is not found here

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import schedules
 
 from tp_ext._checks import check_choice, check_int
 from tp_ext.model.census import Census
-from tp_ext.model.names import reset_parameters
 
 OLDEST_TORCH = (2, 15)
 
@@ -122,7 +121,7 @@ def check_microbatches(schedule: Schedule, microbatches: int, ranks: int, stages
         )
 
 
-def check_pipeline_model(schedule: Schedule, model: Census, parts: Sequence[nn.Module], init: Any) -> None:
+def check_pipeline_model(schedule: Schedule, model: Census, parts: Sequence[nn.Module]) -> None:
     """Raises ValueError if parts of the model cannot be in a stage, or not under a schedule that splits the
     backward.
     """
@@ -131,7 +130,6 @@ def check_pipeline_model(schedule: Schedule, model: Census, parts: Sequence[nn.M
             "model: must not be sharded by fully_shard yet; pass fsdp=, which keeps the parameters after forward, "
             "since resharding them loses gradients under schedules that split the backward"
         )
-    check_meta(parts, init)
     if not schedule.splits:
         return
     refuse = functools.partial(_refuse, schedule)
@@ -170,34 +168,6 @@ def refuse_recomputation(schedule: Schedule, where: str) -> None:
         f"{where!r} recomputes its activations (torch.utils.checkpoint)",
         "each half of a backward would recompute them, the second once for each group of weights",
     )
-
-
-def check_meta(parts: Sequence[nn.Module], init: Any) -> None:
-    """Raises ValueError if a tensor on meta would not get its value: from ``init``, or where that is None or
-    :func:`tp_ext.reset_parameters` from ``reset_parameters()`` of its module.
-    """
-    # init fills a whole stage: it would overwrite the parameters that have values
-    params = {param.is_meta for part in parts for param in part.parameters()}
-    if len(params) > 1:
-        raise ValueError("model: its parameters must be all on meta or none of them")
-    # A function of the user's may initialise any module: nothing can be checked
-    own_init = init is not None and init is not reset_parameters
-    for module in {id(module): module for part in parts for module in part.modules()}.values():
-        tensors = [*module._parameters.items(), *module._buffers.items()]
-        on_meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
-        # Its value would come from init, which would also overwrite the parameters
-        if on_meta and False in params:
-            raise ValueError(
-                f"model: the buffer {on_meta[0]!r} of {type(module).__name__} must not be on meta, since the "
-                "parameters are not"
-            )
-        # tp_ext.reset_parameters also calls that of nn.MultiheadAttention, which begins with an underscore
-        resets = ["reset_parameters"] if init is None else ["reset_parameters", "_reset_parameters"]
-        if on_meta and not own_init and not any(callable(getattr(module, name, None)) for name in resets):
-            raise ValueError(
-                f"init: must be {'given' if init is None else 'a function of your own'} for a model on meta in which "
-                f"{type(module).__name__} has parameters or buffers, but no reset_parameters()"
-            )
 
 
 def _refuse(schedule: Schedule, what: str, why: str) -> None:

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
-from tp_ext.model.names import name_modules, reset_parameters
+from tp_ext.model.names import name_joined, reset_parameters
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
 from tp_ext.parallel.pipeline.parts import parts_of, watch_reads
 from tp_ext.parallel.pipeline.schedules import (
-    check_meta,
     check_microbatches,
     check_pipeline_model,
     known_schedule,
@@ -144,31 +143,33 @@ def pipeline_stages(
     check_microbatches(known, microbatches, ranks, number)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
-    check_model_is_new(model)
     for name, function, arguments in (("context", context, "the step and the microbatch"), ("init", init, "a module")):
         if function is not None and not callable(function):
             raise TypeError(f"{name}: {function!r} must be a function of {arguments}, or None")
     step_loss = StepLoss(loss, microbatches, count, mean_over, gradient_reduction)
-    whole = census(model)
-    parts = parts_of(whole)
-    check_pipeline_model(
-        known, whole, [part.function for part in parts.all if isinstance(part.function, nn.Module)], init
-    )
     options = _fsdp_options(fsdp)
+    whole = census(model)
+    check_model_is_new(model)
     if options:
         check_shards(whole)
+    parts = parts_of(whole)
+    modules = [part.function for part in parts.all if isinstance(part.function, nn.Module)]
+    check_pipeline_model(known, whole, modules)
     modules_of_stages = parts.stages(split_blocks(split, len(parts.blocks), number, parts.sizes), model.training)
     own_stages = {stage: modules_of_stages[stage] for stage in known.stages_of(rank, ranks, per_rank)}
     owner_of = {stage: owner for owner in range(ranks) for stage in known.stages_of(owner, ranks, per_rank)}
     copies = TiedWeights(whole, modules_of_stages, own_stages, owner_of, group)
+    _check_meta(modules, init)
     if options:
         _check_sharding(modules_of_stages, [part.name for part in parts.blocks])
         _check_axis(options["mesh"], group)
         _check_expert_mesh(whole, options)
+    stage_device = _device(model, mesh, device)
 
     # All checks have passed: from here on the model changes
-    name_modules(model)
-    stage_device = _device(model, mesh, device)
+    name_joined(model)
+    for stage in own_stages.values() if known.splits else ():
+        uncoalesce_gradients(stage)
     policy = options.get("mp_policy")
     ignored = frozenset(map(id, options.get("ignored_params") or ()))
     precision = Precision(getattr(policy, "param_dtype", None), getattr(policy, "output_dtype", None), ignored)
@@ -179,16 +180,13 @@ def pipeline_stages(
     blocks = [cast(nn.Module, part.function) for part in parts.blocks]
     for stage in own_stages.values():
         materialise(stage, stage_device, init, blocks, options, whole.experts.values())
-        if known.splits:
-            uncoalesce_gradients(stage)
     # Only now do the stages have values, on meta each its own
     copies.equalise()
-    clock = Clock(stage_device)
     # Those of other stages that this rank has nevertheless, as it has the whole model; it does not keep them alive
     own = {id(param) for stage in own_stages.values() for param in stage.parameters()}
     others = [weakref.ref(param) for stage in modules_of_stages for param in stage.parameters() if id(param) not in own]
-    pipeline = _schedule(
-        known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, clock, others
+    pipeline, clock = _schedule(
+        known.torch_class, own_stages, number, microbatches, step_loss, stage_device, group, others
     )
     # torch's schedules of one stage per rank have another base class, with one attribute
     torch_stages = [pipeline._stage] if per_rank == 1 and not known.looped else pipeline._stages
@@ -258,14 +256,14 @@ def materialise(
     Weights by name are drawn as shards; other initialisers need the full tensors of the stage.
 
     Raises:
-        ValueError: see :func:`check_meta`.
+        ValueError: see :func:`_check_meta`.
     """
     if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
         stage.to(device)
         if options:
             _shard(stage, blocks, options, experts)
         return
-    check_meta([stage], init)
+    _check_meta([stage], init)
     if options and init is reset_parameters:
         _shard(stage, blocks, options, experts)
     names: dict[int, list[str]] = {}
@@ -291,6 +289,34 @@ def materialise(
             stage.get_submodule(path)._parameters[local] = stage.get_parameter(first)
     if options and init is not reset_parameters:
         _shard(stage, blocks, options, experts)
+
+
+def _check_meta(parts: Sequence[nn.Module], init: Any) -> None:
+    """Raises ValueError if a tensor on meta would not get its value: from ``init``, or where that is None or
+    :func:`tp_ext.reset_parameters` from ``reset_parameters()`` of its module.
+    """
+    # init fills a whole stage: it would overwrite the parameters that have values
+    params = {param.is_meta for part in parts for param in part.parameters()}
+    if len(params) > 1:
+        raise ValueError("model: its parameters must be all on meta or none of them")
+    # A function of the user's may initialise any module: nothing can be checked
+    own_init = init is not None and init is not reset_parameters
+    for module in {id(module): module for part in parts for module in part.modules()}.values():
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        on_meta = [name for name, tensor in tensors if tensor is not None and tensor.is_meta]
+        # Its value would come from init, which would also overwrite the parameters
+        if on_meta and False in params:
+            raise ValueError(
+                f"model: the buffer {on_meta[0]!r} of {type(module).__name__} must not be on meta, since the "
+                "parameters are not"
+            )
+        # tp_ext.reset_parameters also calls that of nn.MultiheadAttention, which begins with an underscore
+        resets = ["reset_parameters"] if init is None else ["reset_parameters", "_reset_parameters"]
+        if on_meta and not own_init and not any(callable(getattr(module, name, None)) for name in resets):
+            raise ValueError(
+                f"init: must be {'given' if init is None else 'a function of your own'} for a model on meta in which "
+                f"{type(module).__name__} has parameters or buffers, but no reset_parameters()"
+            )
 
 
 def _check_sharding(stages: Sequence[nn.Module], blocks: Sequence[str]) -> None:
@@ -326,7 +352,7 @@ def _check_expert_mesh(model: Census, options: dict[str, Any]) -> None:
     for module in model.experts.values():
         group = module.expert_group
         assert isinstance(group, ParallelGroup)
-        shared = sorted(along & set(global_ranks(group.name)))
+        shared = sorted(along & set(group.ranks))
         if len(shared) > 1:
             raise ValueError(
                 f"fsdp: {name} holds the ranks {shared}, which have different experts; pass a mapping with the data "
@@ -360,13 +386,13 @@ def _schedule(
     loss: StepLoss,
     device: torch.device,
     group: ProcessGroup,
-    clock: Clock,
     others: Sequence[Callable[[], Tensor | None]],
-) -> Any:
-    """Returns a schedule of torch's class, with :class:`PipelineSteps`.
+) -> tuple[Any, Clock]:
+    """Returns a schedule of torch's class, with :class:`PipelineSteps`, and the clock of its stages.
 
     The first loss raises ValueError if it reads one of the ``others``, parameters of stages of other ranks.
     """
+    clock = Clock(device)
     stages = [TimedStage(module, index, number, device, group=group, clock=clock) for index, module in held.items()]
 
     checked = False
@@ -390,4 +416,4 @@ def _schedule(
     made = type(kind.__name__, (PipelineSteps, kind), {"__doc__": PipelineSteps.__doc__})
     # scale_grads: torch would divide the gradients of earlier steps, too; StepLoss has scaled the losses
     single = issubclass(kind, torch.distributed.pipelining.schedules.PipelineScheduleSingle)
-    return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False)
+    return made(stages[0] if single else stages, microbatches, loss_fn=timed_loss, scale_grads=False), clock
