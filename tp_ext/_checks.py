@@ -5,6 +5,7 @@ passed by position as in Megatron-LM, is named as such.
 """
 
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterable
@@ -81,6 +82,13 @@ def check_tensor(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: {type(value).__name__} must be a tensor")
+
+
+def check_path(what: str = "a path", /, **values: object) -> None:
+    """Raises a TypeError, with ``what`` in it, unless the values are paths."""
+    for name, value in values.items():
+        if not isinstance(value, str | os.PathLike):
+            raise TypeError(f"{name}: {value!r} must be {what}")
 
 
 def refuse_group(**values: object) -> None:

@@ -387,7 +387,7 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 4060,
+    "": 4070,  # one check of paths, ranks of a group
     "_ops": 1620,  # float8, products of few tokens with few bits
     "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
     "checkpoint": 4750,

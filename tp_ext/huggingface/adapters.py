@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tp_ext._checks import check_path
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import SafetensorsFile, SlicedTensor
@@ -137,8 +138,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], *, lock_timeout
 def _check(model: Any, path: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: {path!r} must be the path of a folder")
+    check_path("the path of a folder", path=path)
 
 
 def _whole(value: Tensor, shape: torch.Size, ranks: Ranks) -> WholeTensor:

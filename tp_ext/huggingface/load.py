@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from tp_ext import auto
-from tp_ext._checks import check_bool
+from tp_ext._checks import check_bool, check_path
 from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
@@ -147,8 +147,7 @@ def from_pretrained(
 
 def _check_arguments(path: Any, group: Any, mesh: Any, model_class: Any, dtype: Any, device: Any) -> None:
     """Raises TypeError or ValueError for what needs no file to be seen."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: {path!r} must be the path of a folder")
+    check_path("the path of a folder", path=path)
     if group is NOT_GIVEN and mesh is None:
         raise TypeError("group: must be given, or mesh; None: the model of one process")
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from tp_ext._checks import check_path
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, ranks_of
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
@@ -55,8 +56,7 @@ def save_pretrained(
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: {type(model).__name__} must be a PreTrainedModel")
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: {path!r} must be the path of a folder")
+    check_path("the path of a folder", path=path)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int | str):
         raise TypeError(f"max_shard_size: {max_shard_size!r} must be a number of bytes, or text such as '5GB'")
     check_lock_timeout(lock_timeout)

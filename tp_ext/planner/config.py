@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tp_ext._checks import check_int
+from tp_ext._checks import check_int, check_path
 from tp_ext.planner.workload import Workload, transformer
 
 
@@ -86,9 +86,8 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
         TypeError: no path and no dict. ValueError: no such file, no JSON object, a configuration without the sizes of a
             decoder, or a ``model_type`` or a value of which the operators are not known: :func:`trace` reads those.
     """
-    if not isinstance(config, str | os.PathLike | Mapping):
-        raise TypeError(f"config: {config!r} must be a path or a dict")
     if not isinstance(config, Mapping):
+        check_path("a path or a dict", config=config)
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:

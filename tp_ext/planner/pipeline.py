@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tp_ext._build import load
-from tp_ext._checks import check_int, check_number
+from tp_ext._checks import check_int, check_number, check_path
 from tp_ext.debug.timeline import Span
 from tp_ext.debug.timeline import Timeline as Picture
 from tp_ext.planner.actions import KINDS, library_schedule
@@ -50,8 +50,7 @@ class Timeline(NamedTuple):
         Raises:
             TypeError: ``path`` is no path. ImportError: no matplotlib.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"path: {path!r} must be a path")
+        check_path(path=path)
         picture = Picture()
         for row in self.rows:
             picture.ranks.append([_span(*row) for row in row])

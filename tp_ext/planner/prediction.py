@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tp_ext._checks import check_int
+from tp_ext._checks import check_int, check_path
 from tp_ext.parallel.pipeline.schedules import SCHEDULES, check_microbatches
 from tp_ext.planner.core import dtypes_of, layout_of, planner_of
 from tp_ext.planner.layout import Layout
@@ -128,8 +128,7 @@ class Prediction:
         Raises:
             TypeError: ``path`` is no path.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"path: {path!r} must be a path")
+        check_path(path=path)
         events: list[dict[str, Any]] = []
         for rank, rows in enumerate(self.timeline().rows):
             events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"stage {rank}"}})
@@ -233,14 +232,14 @@ def predict(workload: Workload, cluster: Cluster, layout: Layout, global_batch: 
 def prediction_of(result: Any, workload: Workload, cluster: Cluster, layout: Layout, global_batch: int) -> Prediction:
     """Returns the prediction of the library as values."""
     return Prediction(
-        workload,
-        cluster,
-        layout,
-        global_batch,
-        result.step_time,
-        result.breakdown,
-        tuple(tuple(CollectiveRow(*row) for row in rows) for rows in result.collectives),
-        tuple(StageMemory(*stage) for stage in result.memory),
-        tuple(result.stages),
-        result.send,
+        workload=workload,
+        cluster=cluster,
+        layout=layout,
+        global_batch=global_batch,
+        step_time=result.step_time,
+        breakdown=result.breakdown,
+        collectives=tuple(tuple(CollectiveRow(*row) for row in rows) for rows in result.collectives),
+        memory=tuple(StageMemory(*stage) for stage in result.memory),
+        stages=tuple(result.stages),
+        send=result.send,
     )
