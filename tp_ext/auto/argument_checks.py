@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tp_ext._checks import check_bool, check_int
+from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.plans import Plan
 from tp_ext.invariance import check_ranks, check_reproducible, refuse_call
 from tp_ext.mesh_program.partition_spec import P
@@ -48,20 +49,11 @@ def check_example(example: Any) -> None:
         raise TypeError(f"example: the key {wrong[0]!r} must be the name of an argument of forward")
 
 
-def check_plan_options(
-    p: Any,
-    hints: Any,
-    rules: Any,
-    memory_budget: Any,
-    sequence_parallel: Any,
-    strict: Any,
-    prove: Any,
-    budget: Any,
-    blocks: Any,
-) -> None:
+def check_plan_options(p: Any, options: PlanOptions, rules: Any, strict: Any, prove: Any, budget: Any) -> None:
     """Raises TypeError or ValueError unless ``plan`` takes these options."""
     check_int(least=1, p=p)
     check_bool(strict=strict)
+    blocks, sequence_parallel = options.invariant_blocks, options.sequence_parallel
     if blocks is not None:
         check_int(least=1, invariant_blocks=blocks)
         check_ranks(blocks, p)
@@ -70,13 +62,13 @@ def check_plan_options(
     if blocks is not None and sequence_parallel:
         raise ValueError(f"sequence_parallel: {sequence_parallel!r} must be False with invariant_blocks = {blocks}")
     # Types first: the rules below iterate over patterns and lines
-    for name, value in (("hints", hints), ("rules", rules)):
+    for name, value in (("hints", options.hints), ("rules", rules)):
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{name}: {type(value).__name__} must be a dict")
         for key in value or ():
             if not isinstance(key, str):
                 raise TypeError(f"{name}: the key {key!r} must be text")
-    for pattern, value in (hints or {}).items():
+    for pattern, value in options.hints.items():
         if not isinstance(value, P) and value not in ("whole", "sharded"):
             raise ValueError(f"hints: {pattern!r} is {value!r} and must be 'whole', 'sharded' or a P")
     # A misspelled operator would leave its rule unused, silently
@@ -87,7 +79,7 @@ def check_plan_options(
             raise ValueError(f"rules: {operator!r} must be an operator, 'namespace::name', that torch knows by now")
     if prove is not False and prove not in ("values", "shapes"):
         raise ValueError(f"prove: {prove!r} must be 'values', 'shapes' or False")
-    for name, value in (("memory_budget", memory_budget), ("budget", budget)):
+    for name, value in (("memory_budget", options.memory_budget), ("budget", budget)):
         # True is an int in Python
         number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         if not number and not (name == "memory_budget" and value is None):

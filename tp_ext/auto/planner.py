@@ -16,7 +16,7 @@ from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
-from tp_ext.auto.search.hints import check_hints, hint_of
+from tp_ext.auto.search.hints import PlanOptions, check_hints, hint_of
 from tp_ext.auto.search.in_blocks import whole_advice
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
@@ -85,16 +85,16 @@ def plan(
     """
     check_planned_model(model)
     check_example(example)
-    check_plan_options(p, hints, rules, memory_budget, sequence_parallel, strict, prove, budget, invariant_blocks)
+    options = PlanOptions({} if hints is None else hints, memory_budget, sequence_parallel, invariant_blocks)
+    check_plan_options(p, options, rules, strict, prove, budget)
     check_is_no_layer(model)
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
-    hints = dict(hints or {})
-    check_hints(model, hints)
+    check_hints(model, options.hints)
     record = traced(model, example, user_rules)
-    planner = Planner(model, example, p, record, hints, memory_budget, sequence_parallel, blocks=invariant_blocks)
+    planner = Planner(model, example, p, record, options)
     if invariant_blocks is not None and p != (fewest := min(2, invariant_blocks)):
         # What is sharded must not depend on p: what two ranks shard
-        of_two = Planner(model, example, fewest, record, hints, memory_budget, False, blocks=invariant_blocks)
+        of_two = Planner(model, example, fewest, record, options)
         planner.only = _shared(_decided(of_two, prove, user_rules, budget), p)
     result = _decided(planner, prove, user_rules, budget)
     if planner.only is not None:
@@ -102,7 +102,7 @@ def plan(
     if prove is False:
         result.proofs = []
     result.rules = dict(rules or {})
-    _check_sharded(result, planner, hints, strict)
+    _check_sharded(result, planner, strict)
     return result
 
 
@@ -181,12 +181,12 @@ def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: flo
     return plan
 
 
-def _check_sharded(plan: Plan, planner: Planner, hints: Mapping[str, str | P], strict: bool) -> None:
+def _check_sharded(plan: Plan, planner: Planner, strict: bool) -> None:
     total = sum(t.numel() * t.element_size() for _, t in planner.record.parameters.values())
     for name, tensor in planner.record.parameters.values():
         if name in plan.shardings:
             continue
-        asked = next((hint for alias in planner.names[name] if (hint := hint_of(hints, alias))), None)
+        asked = next((hint for alias in planner.names[name] if (hint := hint_of(planner.hints, alias))), None)
         if plan.p > 1 and (asked == "sharded" or (isinstance(asked, P) and asked.axes)):
             raise ValueError(f"hints: {name} cannot be sharded: {plan.whole[name]}")
         size = tensor.numel() * tensor.element_size()

@@ -251,17 +251,9 @@ def transformer(
     masks = 0 if fused_attention else hidden
     residual = Op("pointwise", moved_forward=3 * hidden, moved_backward=hidden, saved_bytes=masks)
     if mla is None:
-        attention = _attention(
-            hidden,
-            heads,
-            kv_heads,
-            head_dim or hidden // heads,
-            biases,
-            fused_attention,
-            causal,
-            gated if rope is None else rope,
-            qk_norm,
-        )
+        width = head_dim or hidden // heads
+        core = Op("attention", fused=fused_attention, causal=causal, **_head_sizes(heads, kv_heads, width, width))
+        attention = _attention(hidden, core, biases, gated if rope is None else rope, qk_norm)
     else:
         attention = _latent_attention(hidden, heads, mla, fused_attention, causal)
     after = (normed,) if norms == 4 else ()
@@ -340,18 +332,14 @@ def _norm(features: int, kind: str, number: int = 1, units: int = 0) -> Op:
     )
 
 
-def _attention(
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    biases: Collection[str],
-    fused: bool,
-    causal: bool,
-    rope: bool,
-    qk_norm: str | None,
-) -> tuple[Op, ...]:
-    each: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "key_features": head_dim, "value_features": head_dim}
+def _head_sizes(heads: int, kv_heads: int, key: int, value: int) -> dict[str, Any]:
+    return {"heads": heads, "kv_heads": kv_heads, "key_features": key, "value_features": value}
+
+
+def _attention(hidden: int, core: Op, biases: Collection[str], rope: bool, qk_norm: str | None) -> tuple[Op, ...]:
+    """The operators of attention whose scores and products are ``core``."""
+    heads, kv_heads, head_dim = core.heads, core.kv_heads, core.key_features
+    each = _head_sizes(heads, kv_heads, head_dim, head_dim)
     width, turned = heads * head_dim, (heads + kv_heads) * head_dim
     outputs = turned + kv_heads * head_dim
     qkv = Op("column", hidden, outputs, units=kv_heads, bias="qkv" in biases, saved=hidden, **each)
@@ -365,7 +353,6 @@ def _attention(
         moved_backward=2 * turned,
         sharded=True,
     )
-    core = Op("attention", fused=fused, causal=causal, **each)
     normed = [
         _norm(head_dim, "rms", number, number) if qk_norm == "head" else _norm(number * head_dim, "rms", 1, number)
         for number in ((heads, kv_heads) if qk_norm else ())
@@ -393,7 +380,7 @@ def _latent_attention(hidden: int, heads: int, mla: Mapping[str, int], fused: bo
         Op("column", rope, 0),  # the shared features of the key are only communicated
         Op("pointwise", units=heads, moved_forward=4 * heads * key, moved_backward=4 * heads * key, sharded=True),
     ]
-    each: dict[str, Any] = {"heads": heads, "kv_heads": heads, "key_features": key, "value_features": value}
+    each = _head_sizes(heads, heads, key, value)
     ops += [Op("attention", fused=fused, causal=causal, **each), Op("row", heads * value, hidden, units=heads)]
     return tuple(ops)
 

@@ -105,7 +105,18 @@ def plan(
         check_optimizer(optimizer)
         if optimizer is not None and model is None:
             raise ValueError(f"optimizers: that of the {side} must be None on a rank that does not have the {side}")
-    return RefitPlan(source, target, process_group, names, pair, buffers, dtype, bucket_bytes, atomic)
+    return RefitPlan((source, target), process_group, _RefitOptions(names, pair, buffers, dtype, bucket_bytes, atomic))
+
+
+class _RefitOptions(NamedTuple):
+    """Options of a plan, as those of :func:`plan`."""
+
+    names: Mapping[str, Any]
+    optimizers: tuple[Optimizer | None, ...]
+    buffers: bool
+    dtype: torch.dtype | None
+    bucket_bytes: int
+    atomic: bool
 
 
 class RefitPlan:
@@ -116,23 +127,15 @@ class RefitPlan:
     """
 
     def __init__(
-        self,
-        source: Stages | None,
-        target: Stages | None,
-        group: ProcessGroup | None,
-        names: Mapping[str, Any],
-        optimizers: tuple[Optimizer | None, ...],
-        buffers: bool,
-        dtype: torch.dtype | None,
-        bucket: int,
-        atomic: bool,
+        self, models: tuple[Stages | None, Stages | None], group: ProcessGroup | None, options: _RefitOptions
     ) -> None:
-        self._models, self._optimizers = (source, target), optimizers
-        self._buffers, self._atomic = buffers, atomic
+        self._models, self._optimizers = models, options.optimizers
+        self._buffers, self._atomic = options.buffers, options.atomic
         self._group = (group or dist.group.WORLD) if dist.is_initialized() else None
         self._rank = 0 if self._group is None else self._group.rank()
         self._contents: list[Contents | None] = [None, None]
-        arguments = f"names={dict(names)}, buffers={buffers}, dtype={dtype}, bucket_bytes={bucket}, atomic={atomic}"
+        same = {name: value for name, value in options._asdict().items() if name != "optimizers"}  # on all ranks
+        arguments = ", ".join(f"{name}={value}" for name, value in same.items())
         reports = call_and_gather(self._group, lambda: self._report(arguments))
         check_reports(reports)
         self._device = device(self._group, reports)
@@ -143,13 +146,13 @@ class RefitPlan:
             and self._group._get_backend(self._device).name() == "tp_shm"
         )
         # Memory of that size is in the caches when it is read, and malloc has it again: 64 MiB take twice as long
-        bucket = min(bucket, _ON_CPU) if self._device.type == "cpu" else bucket
+        bucket = min(options.bucket_bytes, _ON_CPU) if self._device.type == "cpu" else options.bucket_bytes
         routes = Routes(
             [report.source for report in reports],
             [report.target for report in reports],
             [report.host for report in reports],
-            names,
-            dtype,
+            options.names,
+            options.dtype,
             bucket,
         )
         rank, size = self._rank, len(reports)

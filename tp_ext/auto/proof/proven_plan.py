@@ -27,6 +27,7 @@ from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
+from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
@@ -188,7 +189,8 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
     ) -> Planner:
         record = traced(model, example, rules)
         tokens = POSSIBLE if planner.proves_tokens else False
-        part = Planner(model, example, p, record, {}, None, tokens, only, planner.blocks)
+        options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only)
+        part = Planner(model, example, p, record, options)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         return part
 
@@ -198,9 +200,8 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
 def alone(planner: Planner) -> Plan:
     """The plan of one rank: that of two without its shards, if there is one."""
     try:
-        two = Planner(
-            planner.model, planner.example, 2, planner.record, planner.hints, None, False, planner.only
-        ).decide()
+        options = PlanOptions(planner.hints, only=planner.only)
+        two = Planner(planner.model, planner.example, 2, planner.record, options).decide()
     except ValueError:
         # A constraint that two ranks cannot hold must not forbid a plan of a single rank
         two = planner.decide()

@@ -211,7 +211,6 @@ def trace(
     rules: Mapping[str, Rule] | None = None,
     record: Record | None = None,
     operators: bool = True,
-    grad: bool = True,
     mode: TorchFunctionMode | None = None,
     change: Change | None = None,
 ) -> Record:
@@ -220,7 +219,6 @@ def trace(
     Args:
         shapes: local shapes of parameters and buffers by name, in place of their own.
         record: written to, so that the caller has what an exception leaves of it.
-        grad: run as in training: code that asks finds gradients enabled.
         operators: False: only calls from Python and of modules are recorded, faster.
         mode: sees the calls from Python before they are recorded, and may change them.
         change: of the numbers that code reads of parameters and buffers.
@@ -278,7 +276,7 @@ def trace(
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
     # Of either kind the mode entered last sees a call first: `mode` before _Calls, _Operators before the fakes
     modes: list[Any] = [
-        torch.enable_grad() if grad else torch.no_grad(),
+        torch.enable_grad(),  # as in training: code may ask
         watched_gradients(record, tensors),
         fakes,
         Numbers(record, {id(state[name]): tensor for name, tensor in named}, change),

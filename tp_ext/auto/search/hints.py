@@ -1,13 +1,26 @@
-"""Hints: what a user says about modules and parameters, by patterns of their names."""
+"""Options of a plan; of these the hints: what a user says about modules and parameters, by patterns of their names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from tp_ext.mesh_program.partition_spec import P
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of one plan, as those of :func:`tp_ext.auto.plan`; ``only``: the parameters that may be sharded, with the
+    dim; None: all."""
+
+    hints: Mapping[str, str | P] = field(default_factory=dict)
+    memory_budget: float | None = None
+    sequence_parallel: bool | str = False
+    invariant_blocks: int | None = None
+    only: Mapping[str, int] | None = None
 
 
 def check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:

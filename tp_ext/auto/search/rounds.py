@@ -20,7 +20,7 @@ from tp_ext.auto.search.choose import Cut, Decision, carries, choose
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
-from tp_ext.auto.search.hints import hint_of
+from tp_ext.auto.search.hints import PlanOptions, hint_of
 from tp_ext.auto.search.in_blocks import plan_in_blocks
 from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
@@ -62,24 +62,13 @@ class State:
 
 
 class Planner:
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        p: int,
-        record: Record,
-        hints: Mapping[str, str | P],
-        budget: float | None,
-        sequence_parallel: bool | str,
-        only: Mapping[str, int] | None = None,
-        blocks: int | None = None,
-    ) -> None:
-        self.only = only  # the parameters that may be sharded, with the dim; None: all
+    def __init__(self, model: nn.Module, example: Any, p: int, record: Record, options: PlanOptions) -> None:
+        self.only = options.only
         self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
         self.model, self.example, self.p, self.record = model, example, p, record
-        self.hints, self.budget, self.blocks = hints, budget, blocks  # blocks: of tp_invariant
-        self.sequence_parallel, self.proves_tokens = sequence_parallel, bool(sequence_parallel)
+        self.hints, self.budget, self.blocks = options.hints, options.memory_budget, options.invariant_blocks
+        self.sequence_parallel, self.proves_tokens = options.sequence_parallel, bool(options.sequence_parallel)
         self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
         self.modules = dict(model.named_modules(remove_duplicate=False))
         names: dict[int, list[str]] = {}
