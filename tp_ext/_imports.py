@@ -20,8 +20,8 @@ def after_import(name: str, function: Callable[[], object]) -> None:
     if name in sys.modules:
         function()
         return
-    if _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)
+    if _MetaPathFinder not in sys.meta_path:
+        sys.meta_path.insert(0, _MetaPathFinder)
     _waiting.setdefault(name, []).append(function)
 
 
@@ -34,7 +34,7 @@ def import_now(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-class _Finder:
+class _MetaPathFinder:
     """Lets the other finders find a module, and the spec's loader call what waits for it."""
 
     @classmethod

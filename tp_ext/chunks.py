@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
 
 # A placement (_StridedShard is another class with the same methods), the ranks it splits over, this rank's index
-_Split = tuple[Shard, int, int]
+_PlacementSplit = tuple[Shard, int, int]
 
 
 # [Note: where a rank stands along an axis of a mesh]
@@ -129,7 +129,7 @@ def _local(tensor: Tensor) -> tuple[Tensor, list[list[Interval]], bool]:
         return local, [[] for _ in tensor.shape], False
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"tensor: a DTensor with placements {placements} must hold values, not partial sums")
-    splits: dict[int, list[_Split]] = {}
+    splits: dict[int, list[_PlacementSplit]] = {}
     owned = True
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
@@ -144,7 +144,7 @@ def _local(tensor: Tensor) -> tuple[Tensor, list[list[Interval]], bool]:
     return local, intervals, owned
 
 
-def _placed_intervals(size: int, dim: int, ndim: int, splits: list[_Split]) -> Iterator[Interval]:
+def _placed_intervals(size: int, dim: int, ndim: int, splits: list[_PlacementSplit]) -> Iterator[Interval]:
     """Yields the intervals that placements leave to this rank, found by splitting the numbers 0, 1, .. with them
     (strided placements leave several)."""
     numbers = torch.arange(size).view([-1 if d == dim else 1 for d in range(ndim)])

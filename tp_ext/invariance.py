@@ -16,7 +16,7 @@ from tp_ext._checks import check_int
 _blocks: ContextVar[int | None] = ContextVar("invariant_blocks", default=None)
 
 
-class _Entered:
+class _ContextCount:
     """The number of contexts entered in this process: compiled code, which cannot use a ContextVar, reads it."""
 
     count = 0
@@ -69,11 +69,11 @@ def using_blocks(blocks: int | None) -> AbstractContextManager[None]:
 @contextmanager
 def _entered(blocks: int) -> Iterator[None]:
     token = _blocks.set(blocks)
-    _Entered.count += 1
+    _ContextCount.count += 1
     try:
         yield
     finally:
-        _Entered.count -= 1
+        _ContextCount.count -= 1
         _blocks.reset(token)
 
 
@@ -81,7 +81,7 @@ def current_blocks() -> int | None:
     """Returns the blocks of the context; None outside of one. Raises NotImplementedError in code that is compiled in
     one."""
     if torch.compiler.is_compiling():
-        if _Entered.count:
+        if _ContextCount.count:
             refuse_compiled()
         return None
     return _blocks.get()

@@ -21,7 +21,7 @@ from tp_ext.context_layout import ContextLayout
 _MARK = 0x5E9D << 47  # upper bits of the seeds of scopes, by which they are known
 _STEPS = 2  # of which calls are remembered, for recomputation
 
-Calls = dict[int, dict[int, int]]
+CallNumbers = dict[int, dict[int, int]]
 """Key of a module's name -> ticket -> number of the call."""
 
 
@@ -83,8 +83,8 @@ class MaskScope:
         base_fields = base.position, base.pipeline, base.stage, base.context_size
         place = (*self.step, *base_fields, microbatch, batch_offset, seq, token_offset, cut)
         self.generator_seed = _MARK | number_of("generator", place) & ((1 << 47) - 1)
-        self._calls: Calls = {}  # since the scope was entered last
-        self._before: Calls = {}  # before that; looked up in backward alone
+        self._calls: CallNumbers = {}  # since the scope was entered last
+        self._before: CallNumbers = {}  # before that; looked up in backward alone
         self._rows: dict[torch.device, Tensor] = {}
 
     def enter(self) -> None:

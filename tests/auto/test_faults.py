@@ -15,7 +15,7 @@ from tests.helpers.one_plan import run
 from tp_ext import Part, Sharding, auto
 from tp_ext.auto.record import rules
 from tp_ext.auto.record.edits import Copy, Sum
-from tp_ext.auto.record.rules import Op, Rule
+from tp_ext.auto.record.rules import OperatorCall, Rule
 from tp_ext.auto.search.plans import Plan
 
 
@@ -103,7 +103,7 @@ def _tokens(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
     yield f"no {copies[0]}", dataclasses.replace(plan, copies=left)
 
 
-def _mean_without_pin(op: Op) -> None:
+def _mean_without_pin(op: OperatorCall) -> None:
     op.give([*op.dims()[:-1], []])
 
 

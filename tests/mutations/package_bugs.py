@@ -243,8 +243,8 @@ LAYERS = [
     _bug(
         "dropout_offset",
         "nn/dropout.py",
-        "_Span(lengths[rank], sum(lengths[:rank]), sum(lengths))",
-        "_Span(lengths[rank], rank * lengths[rank], sum(lengths))",
+        "_DimSlice(lengths[rank], sum(lengths[:rank]), sum(lengths))",
+        "_DimSlice(lengths[rank], rank * lengths[rank], sum(lengths))",
         "With uneven slices a rank draws a part of the mask that another rank draws, too.",
         "nn/test_dropout.py::test_function_has_the_mask_of_its_slice_of_any_dim",
     ),

@@ -334,6 +334,28 @@ def test_kernels_have_one_name(files):
         assert any(name == k or name.startswith(k + "_") for k in kernels), path(file)
 
 
+HOMONYMS = {  # names of two types of the package, with the reason
+    "Layout": "public, tp_ext.Layout of a tensor and planner.Layout of a cluster",
+    "Timeline": "public, debug.Timeline of a measured step and planner.Timeline of a simulated one",
+}
+
+
+def test_a_type_has_a_name_of_its_own():
+    """A class, or a name for a type, of one module; a leading underscore does not tell two apart."""
+    definitions: dict[str, set[str]] = {}
+    for file in PACKAGE:
+        for node in tree(file).body:
+            name = node.name if isinstance(node, ast.ClassDef) else ""
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+            if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name):
+                # The same type under the same name in two modules is one meaning
+                of_class = isinstance(node, ast.ClassDef)
+                definitions.setdefault(name.lstrip("_"), set()).add(path(file) if of_class else ast.unparse(node.value))
+    homonyms = {name: where for name, where in definitions.items() if len(where) > 1}
+    assert homonyms.keys() == HOMONYMS.keys(), homonyms
+
+
 def test_parts_of_training_have_a_line_in_the_guide():
     page = (ROOT / "docs" / "guide" / "training.md").read_text()
     for file in (ROOT / "tests" / "training").glob("test_*.py"):

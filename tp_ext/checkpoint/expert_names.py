@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class _Names(NamedTuple):
+class _PublishedNames(NamedTuple):
     """The names of gate, up and down of an expert, and of the shared experts."""
 
     gate: str
@@ -19,9 +19,9 @@ class _Names(NamedTuple):
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _FAMILIES = {
-    "mixtral": _Names("w1", "w3", "w2", ""),
-    "qwen3_moe": _Names(*_PROJECTIONS, ""),
-    "deepseek_v3": _Names(*_PROJECTIONS, "shared_experts"),
+    "mixtral": _PublishedNames("w1", "w3", "w2", ""),
+    "qwen3_moe": _PublishedNames(*_PROJECTIONS, ""),
+    "deepseek_v3": _PublishedNames(*_PROJECTIONS, "shared_experts"),
 }
 _ROUTER = {"router.weight": "gate.weight", "router.e_score_correction_bias": "gate.e_score_correction_bias"}
 _EXPERT = re.compile(r"((?:.*\.)?)experts\.(\d+)\.(\w+)\.weight")
@@ -97,7 +97,7 @@ def published_entries(
     return result
 
 
-def _unnamed(shapes: Mapping[str, Sequence[int]], prefix: str, names: _Names) -> list[str]:
+def _unnamed(shapes: Mapping[str, Sequence[int]], prefix: str, names: _PublishedNames) -> list[str]:
     """Returns the entries of an expert layer that published files have no names for."""
     up, down = f"{prefix}experts.up_weight", shapes.get(f"{prefix}experts.down_weight")
     # Published files of these families have no biases

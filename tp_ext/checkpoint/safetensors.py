@@ -190,7 +190,7 @@ def _run_step(
         ) from failure
 
 
-class _Source(NamedTuple):
+class _StoredTensor(NamedTuple):
     """A tensor in an open file, or in several; its name there, or ours if it is joined from several."""
 
     tensor: SlicedTensor | JoinedTensor
@@ -254,23 +254,23 @@ def load_safetensors(
                 write_full(source.tensor, entry.value, entry.layout)
 
 
-def _open_sources(path: Path, opened: ExitStack) -> dict[str, _Source]:
+def _open_sources(path: Path, opened: ExitStack) -> dict[str, _StoredTensor]:
     """Opens the files; returns every tensor in them, also under the names of entries tied to it."""
     tensors, tied = open_export(path, opened)
-    sources = {key: _Source(tensor, key) for key, tensor in tensors.items()}
+    sources = {key: _StoredTensor(tensor, key) for key, tensor in tensors.items()}
     # A tensor of that name in a file wins over the metadata, which any program may write
     return sources | {name: sources[kept] for name, kept in tied.items() if kept in sources and name not in sources}
 
 
 def _match_sources(
     entries: Mapping[str, Entry],
-    open_sources: Callable[[], dict[str, _Source]],
+    open_sources: Callable[[], dict[str, _StoredTensor]],
     strict: bool,
     ranks: Ranks,
     expert_names: str | None,
-) -> dict[str, _Source]:
+) -> dict[str, _StoredTensor]:
     """Opens the sources and returns that of each entry, after checking names, shapes and tied entries."""
-    sources: dict[str, _Source] = {}
+    sources: dict[str, _StoredTensor] = {}
 
     def unmatched() -> tuple[set[str], set[str]]:
         sources.update(open_sources())
@@ -311,7 +311,7 @@ def _listed(keys: list[str]) -> str:
 
 
 def _join_experts(
-    sources: dict[str, _Source], entries: Mapping[str, Entry], family: str, strict: bool
+    sources: dict[str, _StoredTensor], entries: Mapping[str, Entry], family: str, strict: bool
 ) -> dict[str, list[str]]:
     """Replaces the sources of single experts by those of our entries; returns the published names that an entry lacks.
 
@@ -333,13 +333,13 @@ def _join_experts(
             joined = join_published(tensors, published, shapes[own])
             for name in tensors:
                 del sources[name]
-            sources[own] = _Source(joined, own)
+            sources[own] = _StoredTensor(joined, own)
         else:
             lacking[own] = missing
     return lacking
 
 
-def _equal(one: _Source, other: _Source, entry: Entry) -> bool:
+def _equal(one: _StoredTensor, other: _StoredTensor, entry: Entry) -> bool:
     """Returns True if two sources of one tensor are equal in the chunks that this rank holds."""
     for offsets, chunk, _ in entry.layout.local_chunks(entry.value)[1]:
         where = chunk_slices(offsets, chunk)

@@ -92,7 +92,9 @@ def _check_form(name: str, value: Tensor) -> None:
         raise TypeError(f"module: {name!r} is a {form} tensor and must be a dense one, of which ranks can hold slices")
 
 
-_Place = tuple[tuple[int, ...], torch.Size, int, bool]  # offsets, sizes, begin in the local tensor's storage, owned
+_StoredChunk = tuple[
+    tuple[int, ...], torch.Size, int, bool
+]  # offsets, sizes, begin in the local tensor's storage, owned
 
 
 class LocalChunks:
@@ -100,7 +102,7 @@ class LocalChunks:
 
     def __init__(self, groups: ModelGroups) -> None:
         self._groups = groups
-        self._known: dict[Any, tuple[torch.Size, list[_Place]]] = {}
+        self._known: dict[Any, tuple[torch.Size, list[_StoredChunk]]] = {}
 
     def of(self, value: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
         """Returns :meth:`ModelGroups.local_chunks`."""

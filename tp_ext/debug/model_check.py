@@ -209,7 +209,7 @@ def _findings_over(
     tensors |= {(name, -1, 0): local_tensor(tensor) for name, tensor in inputs.items()}
     digests = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
     facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(inputs, "given") | options
-    mine = _Report(alone, facts_here, _slices(table, group), digests)
+    mine = _CheckReport(alone, facts_here, _slices(table, group), digests)
     # [Note: check exchanges checksums, once]
     reports = all_gather_objects(mine, process_group(group))
     all_digests = [report.held for report in reports]
@@ -257,7 +257,7 @@ def _has_other_tokens(model: Census, group: str) -> bool:
     return any(group is not None and group.ranks == ranks for group in experts)
 
 
-class _Report(NamedTuple):
+class _CheckReport(NamedTuple):
     """The report of a rank to the others: its local findings, facts that all must agree on, slices and digests."""
 
     alone: list[str]
@@ -374,14 +374,14 @@ def _disagreements(facts: list[dict[str, str]]) -> list[str]:
     return sentences
 
 
-def _alike(reports: list[_Report], name: str, a: int, b: int) -> bool:
+def _alike(reports: list[_CheckReport], name: str, a: int, b: int) -> bool:
     """Returns whether two ranks hold the same bits of different slices, that are no constants."""
     pairs = zip(reports[a].slices.get(name, []), reports[b].slices.get(name, []), strict=False)
     other = [(x, y) for (start, x), (start_b, y) in pairs if start != start_b]
     return bool(other) and all(x == y for x, y in other) and any(x.varied for x, _ in other)
 
 
-def _same_slices(reports: list[_Report]) -> list[str]:
+def _same_slices(reports: list[_CheckReport]) -> list[str]:
     sentences = []
     for name in reports[0].slices:
         param = parameter_of(name)

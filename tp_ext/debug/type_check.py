@@ -97,7 +97,7 @@ def _spmd_types() -> Any:
 def _assert_parameter_types(module: nn.Module) -> None:
     """Gives all parameters and buffers types by their layouts, on the current mesh."""
     spmd = _spmd_types()
-    groups = [one for part in module.modules() for one in _groups_of(part)]
+    groups = [one for part in module.modules() for one in _groups_of_module(part)]
     own = {spmd.MeshAxis.of(process_group(name)) for name in dict.fromkeys(group.name for group in groups) if name}
     outside = dict.fromkeys(spmd.current_mesh() or (), spmd.R)
     for prefix, part in module.named_modules():
@@ -121,7 +121,7 @@ def _assert_parameter_types(module: nn.Module) -> None:
             spmd.assert_type(tensor, held, partition_spec=spmd.PartitionSpec(*(entry or None for entry in spec)))
 
 
-def _groups_of(module: nn.Module) -> list[Any]:
+def _groups_of_module(module: nn.Module) -> list[Any]:
     held = [group for layout in layouts_of(module).values() for _, group in layout]
     if isinstance(module, ParallelModule) and module.expert_group is not None:  # whose ranks have other tokens
         experts = module.expert_group.name

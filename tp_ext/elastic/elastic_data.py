@@ -124,7 +124,7 @@ class ElasticData:
         self._unexplained, self._asked, self._moved = 0, False, False
         self._cause: Exception | None = None
 
-    def begin(self, *, wait: float = 300.0) -> "_Step":
+    def begin(self, *, wait: float = 300.0) -> "_StepContext":
         """Begins a step: agrees who takes part, and lets replicas join.
 
         Args:
@@ -150,7 +150,7 @@ class ElasticData:
         while self._changes(view, deadline):
             view = self._enter(self._following(view, lambda view: self._proposals.with_joiners(view, self.step)))
         self._next = "average"
-        return _Step(self)
+        return _StepContext(self)
 
     def average(self, count: float | Tensor) -> None:
         """Replaces the gradients by those of the mean loss over the tokens of all replicas that take part.
@@ -405,7 +405,7 @@ class ElasticData:
         return error
 
 
-class _Step:
+class _StepContext:
     """The context of a step of :class:`ElasticData`."""
 
     def __init__(self, elastic: ElasticData) -> None:

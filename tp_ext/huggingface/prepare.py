@@ -90,7 +90,7 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     # Before the broadcast: NCCL sends tensors of the GPU alone
     model.to(accelerator.device)
     copy_from_first(census(model), mesh["dp"])
-    _Shared(accelerator, model, mesh)
+    _AcceleratorMethods(accelerator, model, mesh)
     return accelerator.prepare(model, *others)
 
 
@@ -116,7 +116,7 @@ def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
     return DeviceMesh(accelerator.device.type, list(map(list, rows)), mesh_dim_names=("dp", "tp"))
 
 
-class _Shared:
+class _AcceleratorMethods:
     """Replaces the methods of an accelerator that would take each process for a data-parallel rank."""
 
     def __init__(self, accelerator: Any, model: nn.Module, mesh: DeviceMesh) -> None:

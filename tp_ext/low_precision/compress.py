@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext._object_collectives import call_and_gather
 from tp_ext.group import Group, parallel_group, process_group
-from tp_ext.low_precision.compressed_exchange import Bucket, Compressed, Format, Pipeline, shares_of
+from tp_ext.low_precision.compressed_exchange import Compressed, Format, GradientBucket, Pipeline, shares_of
 from tp_ext.model.census import census
 from tp_ext.parallel.average_gradients import is_sharded_over
 from tp_ext.parallel.grad_norm import gradient_terms
@@ -249,12 +249,14 @@ class CompressedGradients:
         pipeline.finish()
         average_over(self._exempt, self._data)
 
-    def bucket(self, params: Sequence[Compressed], grads: Sequence[Tensor], exempt: Sequence[Tensor] = ()) -> Bucket:
+    def bucket(
+        self, params: Sequence[Compressed], grads: Sequence[Tensor], exempt: Sequence[Tensor] = ()
+    ) -> GradientBucket:
         """Returns gradients of compressed and of exempt parameters as a bucket."""
         for param, grad in zip(params, grads, strict=True):
             if self._feedback:
                 param.keep_on(grad.device, self._data.rank())
-        return Bucket(params, grads, self._data, self._format, exempt)
+        return GradientBucket(params, grads, self._data, self._format, exempt)
 
     def residual(self, name: str) -> Tensor:
         """Returns what this rank has not sent yet of the gradients of a parameter: e_r, plus e where it owns the block.
@@ -341,7 +343,7 @@ class _Hook:
             self._complete(self._pipeline.finish())
         return future
 
-    def _complete(self, arrived: Sequence[Bucket]) -> None:
+    def _complete(self, arrived: Sequence[GradientBucket]) -> None:
         for bucket in arrived:
             future, buffer = self._futures.pop(id(bucket))
             future.set_result(buffer)

@@ -70,7 +70,7 @@ class Format(NamedTuple):
 
 
 @dataclass
-class Bucket:
+class GradientBucket:
     """Gradients on their way to their means: :meth:`send`, :meth:`sum`, :meth:`receive`, in this order.
 
     The same parameters in the same order on all ranks. The collectives of several buckets may overlap, if all ranks
@@ -173,10 +173,10 @@ class Pipeline:
     """Buckets one after the other, the all-to-all of one during the sums of the one before it."""
 
     def __init__(self) -> None:
-        self._sent: list[Bucket] = []
-        self._summed: list[Bucket] = []
+        self._sent: list[GradientBucket] = []
+        self._summed: list[GradientBucket] = []
 
-    def add(self, bucket: Bucket) -> list[Bucket]:
+    def add(self, bucket: GradientBucket) -> list[GradientBucket]:
         """Sends a bucket. Returns those that have arrived."""
         bucket.send()
         arrived, self._summed = self._summed, self._sent
@@ -187,7 +187,7 @@ class Pipeline:
         self._sent = [bucket]
         return arrived
 
-    def finish(self) -> list[Bucket]:
+    def finish(self) -> list[GradientBucket]:
         """Completes all buckets. Returns those that have arrived."""
         for bucket in self._sent:
             bucket.sum()

@@ -24,7 +24,7 @@ class Scope(NamedTuple):
     check: bool
 
 
-class _Run(NamedTuple):
+class _MapRun(NamedTuple):
     """A map that has run: its autograd nodes have the sequence numbers ``begin`` to ``end`` - 1 of its thread."""
 
     begin: int
@@ -39,7 +39,7 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_runs: dict[int, deque[_Run]] = {}
+_runs: dict[int, deque[_MapRun]] = {}
 """The latest maps of each thread, in the order of their ends. Checkpointing computes parts of a map again in the
 backward pass, when none is active."""
 
@@ -66,7 +66,7 @@ def scope_of(groups: dict[str, ParallelGroup], check: bool) -> Iterator[Scope]:
         _active.scopes.pop()
         # A map without autograd nodes has no backward that could ask for it
         if (end := _next_sequence_number()) > begin:
-            _runs.setdefault(threading.get_ident(), deque(maxlen=10_000)).append(_Run(begin, end, scope))
+            _runs.setdefault(threading.get_ident(), deque(maxlen=10_000)).append(_MapRun(begin, end, scope))
 
 
 def note_uneven(sizes: Sequence[int]) -> None:
@@ -127,8 +127,8 @@ def _current() -> Scope | None:
     return scopes[0] if scopes and all(scope == scopes[0] for scope in scopes) else None
 
 
-def _innermost(runs: deque[_Run], number: int) -> Scope | None:
-    innermost: _Run | None = None
+def _innermost(runs: deque[_MapRun], number: int) -> Scope | None:
+    innermost: _MapRun | None = None
     for run in reversed(runs):
         # Runs are in the order of their ends: no earlier one has the node
         if run.end <= number:

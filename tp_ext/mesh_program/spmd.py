@@ -86,11 +86,11 @@ def spmd(
         @functools.wraps(function)
         def mapped(*args: Any) -> Any:
             made_uneven()  # what another map has made
-            enter = _Enter(mesh, groups, check)
+            enter = _ArgumentMap(mesh, groups, check)
             local = _map_tensors(enter.tensor, args, in_specs, "in_specs")
             with scope_of(groups, check), types_in_force(check):
                 result = function(*local)
-            leave = _Leave(mesh, groups, check, enter.uneven or made_uneven())
+            leave = _ResultMap(mesh, groups, check, enter.uneven or made_uneven())
             failure, values = None, None
             try:
                 _refuse_unknown_structures(result)
@@ -191,7 +191,7 @@ class _Map:
         return [Shard(at[name]) if name in at else Replicate() for name in names]
 
 
-class _Enter(_Map):
+class _ArgumentMap(_Map):
     """Shards arguments. ``uneven``: the lengths of shards of an argument are different."""
 
     uneven = False
@@ -228,7 +228,7 @@ _WIDTH = 18  # entries for each tensor: its dtype, number of dims, and shape
 _LINES = 4  # the table of shapes has a multiple of these lines
 
 
-class _Leave(_Map):
+class _ResultMap(_Map):
     """Joins results, in three steps: :meth:`check_axes` of each, :meth:`exchange_shapes`, :meth:`tensor` of each."""
 
     def __init__(self, mesh: DeviceMesh, groups: Mapping[str, ParallelGroup], check: bool, uneven: bool) -> None:

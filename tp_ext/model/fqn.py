@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         return self.layout.full_shape(self.value.shape)
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """A module in a model.
 
     Attributes:
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     parametrized: tuple[nn.Module, str] | None
 
 
-class Places(dict[tuple[nn.Module, str], Place]):
+class Places(dict[tuple[nn.Module, str], ModulePlace]):
     """The modules that are known by a root and their path from it."""
 
 
@@ -103,7 +103,7 @@ def resolve_fqn(
     return Entry(f"{name}.{local}" if name else local, module, local, layout, value, copy_of)
 
 
-def _place_of(root: nn.Module, path: str, places: Places) -> Place:
+def _place_of(root: nn.Module, path: str, places: Places) -> ModulePlace:
     place = places.get((root, path))
     if place is not None:
         return place
@@ -122,7 +122,7 @@ def _place_of(root: nn.Module, path: str, places: Places) -> Place:
             parametrized = _place_of(root, above.rpartition(".")[0], places).module, part
     while _CHECKPOINTED in module._modules:
         module = module.get_submodule(_CHECKPOINTED)
-    places[root, path] = place = Place(module, name, parametrized)
+    places[root, path] = place = ModulePlace(module, name, parametrized)
     return place
 
 

@@ -88,7 +88,7 @@ def dropout_slices(x: Tensor, p: float, dim: int, slices: Sequence[slice], full:
     return dropped[0] if len(dropped) == 1 else torch.cat(dropped, dim)
 
 
-class _Span(NamedTuple):
+class _DimSlice(NamedTuple):
     """This rank's slice of a dim, and the full length of the dim."""
 
     length: int
@@ -96,12 +96,12 @@ class _Span(NamedTuple):
     full: int
 
 
-def _span(x: Tensor, group: tuple[str, int, int], dim: int, sizes: Sequence[int] | None) -> _Span:
+def _span(x: Tensor, group: tuple[str, int, int], dim: int, sizes: Sequence[int] | None) -> _DimSlice:
     _, p, rank = group
     lengths = [x.shape[dim]] * p if sizes is None else list(sizes)
     if len(lengths) != p or lengths[rank] != x.shape[dim]:
         raise ValueError(f"sizes: {lengths} must have one length per rank, {p}, and {x.shape[dim]} at rank {rank}")
-    return _Span(lengths[rank], sum(lengths[:rank]), sum(lengths))
+    return _DimSlice(lengths[rank], sum(lengths[:rank]), sum(lengths))
 
 
 def layer_dropout(
@@ -122,10 +122,10 @@ def layer_dropout(
     tokens = x.dim() <= 2 or module.sequence_parallel
     per_sequence = rows_are_listed() and not tokens  # rows of tokens, of x [batch, seq, ..]
     if dim == -1 and span is not None:
-        each, slices = math.prod(x.shape[1:-1]), _Span(x.shape[0], 0, x.shape[0])
+        each, slices = math.prod(x.shape[1:-1]), _DimSlice(x.shape[0], 0, x.shape[0])
         index = (max(span.length, 1), max(span.full, 1), span.start)
     else:
-        slices = span or _Span(x.shape[0], 0, x.shape[0])
+        slices = span or _DimSlice(x.shape[0], 0, x.shape[0])
         each = x.shape[1] if per_sequence else 1
         inner = max(math.prod(x.shape[2 if per_sequence else 1 :]), 1)
         index = (inner, inner, 0)

@@ -17,7 +17,7 @@ from tp_ext.nn.norm import RMSNorm
 from tp_ext.random import Init
 from tp_ext.regions import all_to_all_region
 
-Block = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
+BlockArgument = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 """Type of ``block``: a module, one for each depth, or a function that makes one."""
 
 
@@ -119,7 +119,7 @@ class MultiTokenPrediction(ParallelModule):
     def __init__(
         self,
         hidden_size: int,
-        block: Block,
+        block: BlockArgument,
         *,
         depth: int = 1,
         embedding: VocabParallelEmbedding,

@@ -21,7 +21,7 @@ from tp_ext.mesh import DataAxes
 _ALIGNMENT = 8  # bytes: of the widest dtype
 
 
-class Item(NamedTuple):
+class ExchangedTensor(NamedTuple):
     """A tensor that one rank sends to several, itself possibly among them."""
 
     source: int
@@ -52,7 +52,7 @@ class Exchange:
         device: on which the ranks communicate.
     """
 
-    def __init__(self, items: Sequence[Item], axes: DataAxes, device: torch.device) -> None:
+    def __init__(self, items: Sequence[ExchangedTensor], axes: DataAxes, device: torch.device) -> None:
         self.items, self.device = items, device
         self.rank = axes.rank
         here = axes.place(self.rank)

@@ -26,7 +26,7 @@ from tp_ext.model.census import warn_unneeded_group
 from tp_ext.model.stages import Stages
 from tp_ext.optim.matrices import ShardOf, local_tensor, shard_of
 from tp_ext.optim.parameters import Placed
-from tp_ext.optim.work import Bucket, MuonOptions, buckets, find_matrices
+from tp_ext.optim.work import MatrixBucket, MuonOptions, buckets, find_matrices
 
 _RATES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _FORMS = ("auto", "gather", "gram")
@@ -109,7 +109,7 @@ class Muon(Optimizer):
         self._placed = Placed(model, group, mesh)
         self._key: tuple[int, ...] | None = None
         self._axes: tuple[int, DataAxes, torch.device] | None = None
-        self._buckets: list[Bucket] = []
+        self._buckets: list[MatrixBucket] = []
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -139,7 +139,7 @@ class Muon(Optimizer):
             ValueError: see the class; nothing has been added.
         """
         whole = {**self.defaults, "use_muon": True, **param_group}
-        _check_options(whole)
+        _check_muon_options(whole)
         super().add_param_group({**param_group, "use_muon": bool(whole["use_muon"])})
         if not whole["use_muon"]:
             return
@@ -248,7 +248,7 @@ class Muon(Optimizer):
         momentum.lerp_(grad, 1 - options["momentum"])
         return grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
 
-    def _planned(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> list[Bucket]:
+    def _planned(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> list[MatrixBucket]:
         found = [self._placed.layout(param, number) for param, _, number in matrices]
         axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in found))
         shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
@@ -259,7 +259,7 @@ class Muon(Optimizer):
         work_options = MuonOptions(axes, device, self._ns_dtype, form, self._bucket_bytes)
         steps = [options["ns_steps"] for _, options, _ in matrices]
         return [
-            Bucket(assigned, shards, work_options)
+            MatrixBucket(assigned, shards, work_options)
             for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, work_options)
         ]
 
@@ -303,7 +303,7 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     return [{"params": given}]
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_muon_options(options: dict[str, Any]) -> None:
     """Raises ValueError unless the options of a group are in their ranges."""
     for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
         value = options[name]

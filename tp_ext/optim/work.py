@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tp_ext.mesh import DataAxes
-from tp_ext.optim.exchange import Exchange, Item
+from tp_ext.optim.exchange import Exchange, ExchangedTensor
 from tp_ext.optim.matrices import Chunk, HeldChunk, ShardOf
 from tp_ext.optim.newton_schulz import (
     adjusted_lr,
@@ -194,7 +194,7 @@ class Sent(NamedTuple):
     chunk: Chunk | None
 
 
-class Bucket:
+class MatrixBucket:
     """The matrices that the ranks exchange at a time.
 
     Args:
@@ -216,8 +216,8 @@ class Bucket:
             self.own.append({common: h for h in held if (common := h.chunk.within(task.matrix.chunk))})
         self.collected: list[Sent] = []
         self.distributed: list[Sent] = []
-        to_owner: list[Item] = []
-        from_owner: list[Item] = []
+        to_owner: list[ExchangedTensor] = []
+        from_owner: list[ExchangedTensor] = []
         for index, task in enumerate(assigned):
             square = (min(task.matrix.shape),) * 2
             if task.gram:
@@ -225,17 +225,17 @@ class Bucket:
                 holders = {rank for ranks in task.matrix.holders.values() for rank in ranks}
                 # One sum per rank, whatever the number of its chunks
                 for rank in sorted({*task.senders.values()}):
-                    to_owner.append(Item(rank, (task.owner,), square, wide))
+                    to_owner.append(ExchangedTensor(rank, (task.owner,), square, wide))
                     self.collected.append(Sent(index, None))
                 # The factor, [s, s], by which each holder multiplies its own chunks
-                from_owner.append(Item(task.owner, tuple(sorted(holders)), square, wide))
+                from_owner.append(ExchangedTensor(task.owner, tuple(sorted(holders)), square, wide))
                 self.distributed.append(Sent(index, None))
                 continue
             for chunk, rank in task.senders.items():
-                to_owner.append(Item(rank, (task.owner,), chunk.sizes, options.dtype))
+                to_owner.append(ExchangedTensor(rank, (task.owner,), chunk.sizes, options.dtype))
                 self.collected.append(Sent(index, chunk))
             for chunk, ranks in task.matrix.holders.items():
-                from_owner.append(Item(task.owner, ranks, chunk.sizes, options.dtype))
+                from_owner.append(ExchangedTensor(task.owner, ranks, chunk.sizes, options.dtype))
                 self.distributed.append(Sent(index, chunk))
         self.collect = Exchange(to_owner, options.axes, options.device)
         self.distribute = Exchange(from_owner, options.axes, options.device)

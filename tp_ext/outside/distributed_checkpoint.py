@@ -30,7 +30,7 @@ from tp_ext.outside.live_shards import live_shards, memory_of
 from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, put_place
 from tp_ext.outside.state_dicts import has_place, layouts_in_use
 
-Function = Callable[..., Any]
+Original = Callable[..., Any]
 
 
 def has_shards(model: nn.Module) -> bool:
@@ -42,7 +42,7 @@ def _other_rank() -> bool:
     return dist.is_initialized() and dist.get_rank() > 0
 
 
-def copied(original: Function, given: Any, *args: Any, **options: Any) -> Any:
+def copied(original: Original, given: Any, *args: Any, **options: Any) -> Any:
     made = original(given, *args, **options)
     place = found_place(given)
     # Copies that torch makes, on the CPU for example, have no attributes
@@ -51,7 +51,7 @@ def copied(original: Function, given: Any, *args: Any, **options: Any) -> Any:
     return made
 
 
-def get_model(original: Function, model: nn.Module, info: Any) -> Any:
+def get_model(original: Original, model: nn.Module, info: Any) -> Any:
     if not (info.handle_model and info.full_state_dict and has_shards(model)):
         return original(model, info)
     if info.submodule_prefixes:
@@ -69,7 +69,7 @@ def get_model(original: Function, model: nn.Module, info: Any) -> Any:
     return state
 
 
-def load_model(original: Function, model: nn.Module, state_dict: Any, info: Any) -> Any:
+def load_model(original: Original, model: nn.Module, state_dict: Any, info: Any) -> Any:
     # Where rank 0 broadcasts, an empty state of another rank is no empty state
     given = state_dict or info.broadcast_from_rank0
     if not (info.handle_model and info.full_state_dict and given and has_shards(model)):
@@ -112,7 +112,7 @@ def _check_state(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
             )
 
 
-def get_optimizers(original: Function, model: nn.Module, optimizers: tuple[Optimizer, ...], info: Any) -> Any:
+def get_optimizers(original: Original, model: nn.Module, optimizers: tuple[Optimizer, ...], info: Any) -> Any:
     if not (info.handle_optim and has_shards(model)):
         return original(model, optimizers, info)
     for optimizer in optimizers:
@@ -132,7 +132,7 @@ def get_optimizers(original: Function, model: nn.Module, optimizers: tuple[Optim
 
 
 def load_optimizers(
-    original: Function, model: nn.Module, optimizers: tuple[Optimizer, ...], state_dict: Any, info: Any
+    original: Original, model: nn.Module, optimizers: tuple[Optimizer, ...], state_dict: Any, info: Any
 ) -> Any:
     if not (info.handle_optim and has_shards(model)):
         return original(model, optimizers, state_dict, info)
@@ -152,13 +152,13 @@ def load_optimizers(
     return None
 
 
-def save_plan(original: Function, state_dict: Mapping[str, Any], *args: Any) -> Any:
+def save_plan(original: Original, state_dict: Mapping[str, Any], *args: Any) -> Any:
     """The plan of ``dcp.save``. Raises RuntimeError if it would save a shard as the whole tensor."""
     _check_places(state_dict, "dcp.save", "tp_ext.save_checkpoint")
     return original(state_dict, *args)
 
 
-def load_plan(original: Function, state_dict: Mapping[str, Any], metadata: Any, *args: Any, **options: Any) -> Any:
+def load_plan(original: Original, state_dict: Mapping[str, Any], metadata: Any, *args: Any, **options: Any) -> Any:
     """The same of ``dcp.load``. Raises RuntimeError, too, if the checkpoint lacks elements that would stay as they are:
     one that a rank has saved alone, by ``no_dist=True``."""
     _check_places(state_dict, "dcp.load", "tp_ext.load_checkpoint")
@@ -195,7 +195,7 @@ def _common(offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int],
     return math.prod(max(length, 0) for length in lengths)
 
 
-def plan_of_safetensors(original: Function, writer: Any, plans: list[Any]) -> Any:
+def plan_of_safetensors(original: Original, writer: Any, plans: list[Any]) -> Any:
     """The plan of torch's ``HuggingFaceStorageWriter``, whose files have one chunk of a tensor under a name. Raises
     RuntimeError if a rank holds several, of which only the last would be written."""
     for plan in plans:

@@ -18,12 +18,12 @@ from tp_ext.model.fqn import resolve_fqn
 from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout
 
-Numbers = tuple[int, ...]
+Ints = tuple[int, ...]
 UNKNOWN = "a rank of a group that is not known"
 
 
 # [Note: values of torch's state dicts are ordinary tensors with attributes]
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The chunks of a full tensor that a local one holds, in the words of torch's ``CheckpointableTensor``.
 
     Attributes:
@@ -33,10 +33,10 @@ class Place(NamedTuple):
         held_by: the rank that holds it, in words; :data:`UNKNOWN`, and no chunks, if the group is not known.
     """
 
-    global_shape: Numbers
-    global_offsets: tuple[Numbers, ...]
-    local_offsets: tuple[Numbers, ...]
-    local_sizes: tuple[Numbers, ...]
+    global_shape: Ints
+    global_offsets: tuple[Ints, ...]
+    local_offsets: tuple[Ints, ...]
+    local_sizes: tuple[Ints, ...]
     held_by: str
 
     @property
@@ -45,10 +45,10 @@ class Place(NamedTuple):
         return self[:4]
 
 
-_ATTRIBUTES = (*Place._fields[:4], "tp_held_by")
+_ATTRIBUTES = (*TensorPlace._fields[:4], "tp_held_by")
 
 
-def place_of(tensor: Tensor, layout: Layout) -> Place:
+def place_of(tensor: Tensor, layout: Layout) -> TensorPlace:
     """Returns the place of a shard of this layout; communicates nothing.
 
     Args:
@@ -61,12 +61,12 @@ def place_of(tensor: Tensor, layout: Layout) -> Place:
     if len(layout) == 1 and layout[0][1] is ALONE:
         full = layout.full_shape(tensor.shape)  # of a module with tp_shardings alone
         if layout.local_shape(full) != tensor.shape:
-            return Place(tuple(full), (), (), (), UNKNOWN)
+            return TensorPlace(tuple(full), (), (), (), UNKNOWN)
     shape, chunks = layout.local_chunks(tensor)
     if not shape.numel():  # of an empty tensor every rank has all
         nothing = ((0,) * len(shape),)
-        return Place(tuple(shape), nothing, nothing, nothing, _holder(tensor, layout))
-    return Place(
+        return TensorPlace(tuple(shape), nothing, nothing, nothing, _holder(tensor, layout))
+    return TensorPlace(
         tuple(shape),
         tuple(tuple(chunk.offsets) for chunk in chunks),
         tuple(start_of(chunk.tensor, local) for chunk in chunks),
@@ -100,18 +100,18 @@ def is_placed(tensor: Tensor, layout: Layout) -> bool:
     )
 
 
-def put_place(value: Tensor, place: Place) -> None:
+def put_place(value: Tensor, place: TensorPlace) -> None:
     """Sets the place on a tensor that no one else holds."""
     for name, entry in zip(_ATTRIBUTES, place, strict=True):
         setattr(value, name, entry)
 
 
-def found_place(value: Any) -> Place | None:
+def found_place(value: Any) -> TensorPlace | None:
     """Returns the place that a tensor carries; None if it carries none of ours."""
     own = getattr(value, "__dict__", {}) if isinstance(value, Tensor) else {}
     if "tp_held_by" not in own:
         return None
-    return Place._make(own[name] for name in _ATTRIBUTES)
+    return TensorPlace._make(own[name] for name in _ATTRIBUTES)
 
 
 class Held(NamedTuple):

@@ -20,7 +20,7 @@ from tp_ext.model.census import census, declares_shardings_alone
 from tp_ext.model.layouts import layouts_of, mirror_layouts
 from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.outside.places import (
-    Place,
+    TensorPlace,
     found_place,
     held_by,
     is_placed,
@@ -30,7 +30,7 @@ from tp_ext.outside.places import (
 )
 from tp_ext.sharding import Layout
 
-Function = Callable[..., Any]
+Original = Callable[..., Any]
 _METADATA = "tp_ext"  # key in the metadata of a module, which torch.save keeps
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's CheckpointWrapper takes it out of the keys, not of the names
 # By id of a parameter, while a function that has the model knows more than the parameters carry
@@ -44,7 +44,7 @@ def _placed_value(value: Tensor, live: Tensor, layout: Layout) -> Tensor:
     return made
 
 
-def module_state_dict(original: Function, self: nn.Module, *args: Any, **options: Any) -> Any:
+def module_state_dict(original: Original, self: nn.Module, *args: Any, **options: Any) -> Any:
     state = original(self, *args, **options)
     if options.get("keep_vars", args[2] if len(args) > 2 else False):
         return state
@@ -68,7 +68,7 @@ def _place(state: Any, key: str, module: str, name: str, live: Tensor, layout: L
             metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
 
 
-def module_load_state_dict(original: Function, self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
+def module_load_state_dict(original: Original, self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
     if isinstance(state_dict, Mapping):
         state_dict = _to_be_loaded(self, state_dict)
     result = original(self, state_dict, *args, **options)
@@ -82,7 +82,7 @@ def _lacks_group(root: nn.Module) -> bool:
     return any(map(declares_shardings_alone, root.modules()))
 
 
-class _Entry(NamedTuple):
+class _LiveEntry(NamedTuple):
     key: str
     module: str
     name: str
@@ -90,12 +90,12 @@ class _Entry(NamedTuple):
     layout: Layout
 
 
-def _entries(root: nn.Module) -> Iterator[_Entry]:
+def _entries(root: nn.Module) -> Iterator[_LiveEntry]:
     group = census(root).default if _lacks_group(root) else ALONE
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}.".replace(_CHECKPOINTED, "") if path else ""
         for name, live, layout in held_by(module, group):
-            yield _Entry(prefix + name, path, name, live, layout)
+            yield _LiveEntry(prefix + name, path, name, live, layout)
 
 
 def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -108,7 +108,7 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
             continue
         shape, *saved = metadata.get(module, {}).get(_METADATA, {}).get(name, (None,))
         # What has another shape than was saved has been put into the state dict since
-        given = found_place(value) or (Place(*saved) if value.shape == shape else None)
+        given = found_place(value) or (TensorPlace(*saved) if value.shape == shape else None)
         if given is None:
             full = layout.full_shape(live.shape)
             if value.shape == full != live.shape:
@@ -127,7 +127,7 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
     return made
 
 
-def _checked(key: str, value: Tensor, given: Place, live: Tensor, layout: Layout) -> Tensor:
+def _checked(key: str, value: Tensor, given: TensorPlace, live: Tensor, layout: Layout) -> Tensor:
     """Returns the value of an entry in the form of the live tensor; raises RuntimeError if it is the shard of another
     rank."""
     own = place_of(live, layout)
@@ -154,7 +154,7 @@ def has_place(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape
 
 
-def optimizer_state_dict(original: Function, self: Optimizer) -> Any:
+def optimizer_state_dict(original: Original, self: Optimizer) -> Any:
     state = original(self)
     layouts = _layouts_of_params(self)
     groups = zip(state["param_groups"], self.param_groups, strict=True)
@@ -169,7 +169,7 @@ def optimizer_state_dict(original: Function, self: Optimizer) -> Any:
     return state
 
 
-def optimizer_load_state_dict(original: Function, self: Optimizer, state_dict: Any, *args: Any, **options: Any) -> Any:
+def optimizer_load_state_dict(original: Original, self: Optimizer, state_dict: Any, *args: Any, **options: Any) -> Any:
     if isinstance(state_dict, dict) and state_dict.keys() >= {"state", "param_groups"}:
         layouts, states = _layouts_of_params(self), dict(state_dict["state"])
         groups = zip(state_dict["param_groups"], self.param_groups, strict=False)  # torch compares the lengths

@@ -14,7 +14,7 @@ from tp_ext.planner.machine import Cluster
 from tp_ext.planner.prediction import check_layout, predict
 from tp_ext.planner.workload import Workload
 
-Row = tuple[Workload, Layout, int, float] | tuple[Workload, Layout, int, float, int]
+MeasuredStep = tuple[Workload, Layout, int, float] | tuple[Workload, Layout, int, float, int]
 """A measured step: workload, layout, global batch, seconds, and the number of devices, by default the cluster's."""
 
 MAX_CONSTANTS = 5
@@ -26,7 +26,7 @@ _HUBER = 1.345  # of the deviation: 95 % as efficient as squares where all error
 _STEP, _ROUNDS = 1e-3, 40  # of the derivatives, and at most: it ends when nothing changes any more
 
 
-def calibrate(cluster: Cluster, rows: Sequence[Row]) -> Cluster:
+def calibrate(cluster: Cluster, rows: Sequence[MeasuredStep]) -> Cluster:
     """Returns the cluster with constants by which predictions come closest to measured steps.
 
     At most five factors: the speed of GEMMs of each dtype of the rows, ``attention`` if they have other lengths,

@@ -18,7 +18,7 @@ VIEWS = MEMORY_VIEWS | {"lift_fresh", "squeeze_", "unsqueeze_"}
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class TensorValue:
     """A tensor that an operator made, or that there was before; ``step`` is None for the latter."""
 
     tensor: Tensor
@@ -38,12 +38,12 @@ class Node:
     id of what it reads of it, a slice or all of it -> elements."""
 
     step: Step
-    reads: list[Value]
-    makes: list[Value]
+    reads: list[TensorValue]
+    makes: list[TensorValue]
     parts: dict[int, dict[int, int]]
-    weight: Value | None = None  # of a linear, or a table
+    weight: TensorValue | None = None  # of a linear, or a table
     flipped: bool = False  # the weight was transposed for the product
-    bias: Value | None = None
+    bias: TensorValue | None = None
     kind: str = ""  # linear, experts, look_up, attention; "": any other
     core: tuple[Tensor, ...] = ()  # q, transposed k, and v of attention that is not fused
 
@@ -57,14 +57,14 @@ class Graph:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.values: dict[int, Value] = {}  # id of a tensor with memory of its own -> what it holds now
+        self.values: dict[int, TensorValue] = {}  # id of a tensor with memory of its own -> what it holds now
         self.nodes: list[Node] = []
         self.readers: dict[int, list[Node]] = {}  # id of a value -> those that read it
         self.maker: dict[int, Node] = {}
         self._passed: dict[int, Tensor] = {}  # id of a result -> the input that it equals
         inputs = {id(t) for _, t in record.inputs if t.is_floating_point()}
         for id_, (name, tensor) in record.parameters.items():
-            self.values[id_] = Value(tensor, parameter=name, depends=True)
+            self.values[id_] = TensorValue(tensor, parameter=name, depends=True)
         for step in record.steps:
             self._add(step, inputs)
         for node in [node for node in self.nodes if node.step.name == "_softmax"]:
@@ -90,11 +90,11 @@ class Graph:
             tensor = self._passed[id(tensor)] if id(tensor) in self._passed or maker is None else maker.inputs[0]
         return part
 
-    def value(self, tensor: Tensor, inputs: Collection[int] = ()) -> Value:
+    def value(self, tensor: Tensor, inputs: Collection[int] = ()) -> TensorValue:
         root = self.root(tensor)
         if id(root) not in self.values:
             of_input = id(root) in inputs
-            self.values[id(root)] = Value(root, depends=of_input, per_token=of_input)
+            self.values[id(root)] = TensorValue(root, depends=of_input, per_token=of_input)
         return self.values[id(root)]
 
     def _add(self, step: Step, inputs: set[int]) -> None:
@@ -132,7 +132,7 @@ class Graph:
         per_token = any(value.per_token for value in sources) or node.kind == "look_up"
         for tensor in step.outputs:
             real = tensor.is_floating_point() and tensor.numel() > 0
-            value = Value(tensor, step, depends=depends and real, per_token=per_token and real)
+            value = TensorValue(tensor, step, depends=depends and real, per_token=per_token and real)
             self.values[id(self.root(tensor))] = value
             self.maker[id(value)] = node
             node.makes.append(value)
@@ -213,12 +213,12 @@ class Graph:
                 return None, between
             between.append(node)
 
-    def sharded_atom(self, weight: Value, dim: int) -> Atom | None:
+    def sharded_atom(self, weight: TensorValue, dim: int) -> Atom | None:
         """The slowest factor of a dim of a weight, if nothing needs it whole."""
         slowest = list(majors(self.record.dims_of(weight.tensor)[dim]))
         return None if not slowest or any(major.atom.pinned for major in slowest) else slowest[0].atom
 
-    def linears_of(self, value: Value) -> set[Node]:
+    def linears_of(self, value: TensorValue) -> set[Node]:
         """The linears from whose results a value is made without another linear or attention."""
         node = self.maker.get(id(value))
         if node is None:

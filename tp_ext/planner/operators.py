@@ -10,7 +10,7 @@ from typing import Any
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.multi_head import SIGNATURE
-from tp_ext.planner.graph import Graph, Node, Value
+from tp_ext.planner.graph import Graph, Node, TensorValue
 from tp_ext.planner.workload import Op
 
 # What backward reads of an operator: nothing but the gradient, or its result; of a product of two the other factor;
@@ -29,7 +29,7 @@ class Kernel:
 
     nodes: list[Node]
     inside: set[int]
-    results: list[Value]
+    results: list[TensorValue]
     op: Op = dataclasses.field(default_factory=lambda: Op("pointwise"))
     vectors: Counter[int] = dataclasses.field(default_factory=Counter)
 
@@ -86,7 +86,7 @@ class Operators:
             ops.insert(first, Op("dispatch", self._features(routed[0]), experts=self.experts, top_k=self.top_k))
         return tuple(ops)
 
-    def use(self, value: Value | None) -> None:
+    def use(self, value: TensorValue | None) -> None:
         """Notes that this part of the model has a parameter."""
         if value is not None and value.parameter:
             self.used.setdefault(value.parameter, set()).add(self.part)
@@ -107,7 +107,7 @@ class Operators:
             raise ValueError(f"model: {node.module} has {node.step.name} of a weight from the left, which is no linear")
         return inputs, outputs
 
-    def _input(self, node: Node) -> Value:
+    def _input(self, node: Node) -> TensorValue:
         return next(value for value in node.reads if value is not node.weight and value is not node.bias)
 
     def _features(self, node: Node) -> int:
@@ -175,7 +175,7 @@ class Operators:
         # The head is not in the dtype of the blocks
         return Op(kind, inputs, outputs, low_precision=head not in group, **options)
 
-    def _keep(self, value: Value, node: Node) -> float:
+    def _keep(self, value: TensorValue, node: Node) -> float:
         """The elements of a token that a value adds to those kept for backward."""
         if id(value) in self.kept or not value.depends:
             return 0
@@ -328,7 +328,7 @@ class Operators:
             sharded=sharding is not None,
         )
 
-    def _atom_of(self, values: list[Value]) -> Atom | None:
+    def _atom_of(self, values: list[TensorValue]) -> Atom | None:
         dims = [dim for value in values for dim in self.graph.record.dims_of(value.tensor)]
         return next((atom for atom in self.units if any(contains(dim, atom) for dim in dims)), None)
 
@@ -340,7 +340,7 @@ class Operators:
         small: dict[int, int] = {}
         seen: set[int] = set()
 
-        def need(value: Value) -> None:
+        def need(value: TensorValue) -> None:
             if id(value) in seen or not value.depends or not value.per_token:
                 return
             seen.add(id(value))
@@ -408,7 +408,7 @@ class Operators:
         return ops + [Op("pointwise", size, vectors=number) for size, number in sizes[1:]]
 
 
-def _elements(value: Value, nodes: list[Node]) -> int:
+def _elements(value: TensorValue, nodes: list[Node]) -> int:
     """The elements of a value that operators read, each once."""
     parts: dict[int, int] = {}
     copies = 0
@@ -420,7 +420,7 @@ def _elements(value: Value, nodes: list[Node]) -> int:
     return max(copies, min(value.size, sum(parts.values())))
 
 
-def _read_by_backward(node: Node) -> list[Value]:
+def _read_by_backward(node: Node) -> list[TensorValue]:
     name = node.step.name.rstrip("_")
     sources = [value for value in node.reads if value.depends]
     if name in NOTHING or not sources:

@@ -29,7 +29,9 @@ class Found(list[Prediction]):
         count: number of layouts that were ranked. cluster, global_batch: for which.
     """
 
-    def __init__(self, best: Sequence[Prediction], rejected: dict[Layout, str], count: int, search: "_Search") -> None:
+    def __init__(
+        self, best: Sequence[Prediction], rejected: dict[Layout, str], count: int, search: "_LayoutSearch"
+    ) -> None:
         super().__init__(best)
         self.rejected, self._search = rejected, search
         self.cluster, self.global_batch = search.cluster, search.global_batch
@@ -40,7 +42,7 @@ class Found(list[Prediction]):
         yield from self._search.layouts()
 
 
-class _Search:
+class _LayoutSearch:
     """The values that are searched over."""
 
     def __init__(self, workload: Workload, cluster: Cluster, global_batch: int, fixed: Mapping[str, Any]) -> None:
@@ -161,7 +163,7 @@ def search(
     check_choice(("step_time", "memory"), objective=objective)
     if fixed is not None and not isinstance(fixed, Mapping):
         raise TypeError(f"fixed: {type(fixed).__name__} must be a dict of names of Layout")
-    asked = _Search(workload, cluster, global_batch, fixed or {})
+    asked = _LayoutSearch(workload, cluster, global_batch, fixed or {})
     best: list[Prediction] = []
     rejected: list[tuple[float, Layout]] = []
     count = 0

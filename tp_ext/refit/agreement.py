@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from tp_ext.refit.contents import Description
 
 
-class Report(NamedTuple):
+class RefitReport(NamedTuple):
     host: str
     arguments: str
     token: str
@@ -37,7 +37,7 @@ def checked_names(names: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(names)
 
 
-def check_reports(reports: Sequence[Report]) -> None:
+def check_reports(reports: Sequence[RefitReport]) -> None:
     for rank, report in enumerate(reports):
         if report.arguments != reports[0].arguments:
             raise ValueError(
@@ -85,7 +85,7 @@ def host() -> str:
     return f"{boot} {socket.gethostname()}"
 
 
-def device(group: ProcessGroup | None, reports: Sequence[Report]) -> torch.device:
+def device(group: ProcessGroup | None, reports: Sequence[RefitReport]) -> torch.device:
     """Returns the device of the buckets: CUDA if tensors are there and the group communicates there by NCCL."""
     types = {of.device for report in reports for of in (report.source, report.target) if of is not None}
     if "cuda" in types and group is not None and "nccl" in str(dist.get_backend_config(group)):

@@ -15,7 +15,7 @@ from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import call_and_gather, call_on_all_ranks
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.model.stages import Stages, joined
-from tp_ext.refit.agreement import Report, check_reports, check_unchanged, checked_names, device, host
+from tp_ext.refit.agreement import RefitReport, check_reports, check_unchanged, checked_names, device, host
 from tp_ext.refit.buckets import Round, cast_into, memory
 from tp_ext.refit.contents import SIDES, Contents, Views, live_tensors
 from tp_ext.refit.lost import RankLost, Watch
@@ -256,7 +256,7 @@ class RefitPlan:
             contents.append(content)
         return contents
 
-    def _report(self, arguments: str) -> Report:
+    def _report(self, arguments: str) -> RefitReport:
         self._contents = source, target = self._read()
         if source is not None and target is not None:
             taken = dict(source.storages)
@@ -265,7 +265,7 @@ class RefitPlan:
                     raise ValueError(
                         f"target: {name!r} shares memory with {taken[address]!r} of the source, and must not"
                     )
-        return Report(
+        return RefitReport(
             host(),
             arguments,
             secrets.token_hex(8),

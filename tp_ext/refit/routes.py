@@ -8,8 +8,8 @@ import torch
 from tp_ext.refit.contents import Description, Item, Place
 from tp_ext.refit.rectangles import Ints, Rectangle, cells, intersection, remaining, split
 
-Names = Mapping[str, Any]
-Key = tuple[str, str]
+NameMap = Mapping[str, Any]
+TensorKey = tuple[str, str]
 
 
 class Move(NamedTuple):
@@ -106,7 +106,7 @@ class Routes:
         sources: Sequence[Description | None],
         targets: Sequence[Description | None],
         hosts: Sequence[str],
-        names: Names,
+        names: NameMap,
         dtype: torch.dtype | None,
         bucket: int,
     ) -> None:
@@ -227,7 +227,7 @@ class Routes:
     def _moves_to(self, rank: int, items: Sequence[Item]) -> Iterator[Move]:
         """Yields the moves by which a rank gets its items; notes :attr:`repeats`."""
         # What the rank gets already: of each tensor of the source, in each dtype
-        got: dict[tuple[Key, tuple[torch.dtype, ...]], list[tuple[Rectangle, Place, Rectangle]]] = {}
+        got: dict[tuple[TensorKey, tuple[torch.dtype, ...]], list[tuple[Rectangle, Place, Rectangle]]] = {}
         for number, item in enumerate(items):
             for segment in self._segments_of(item):
                 source = segment.source
@@ -330,9 +330,9 @@ def _first_names(sources: Sequence[Description | None]) -> dict[str, str]:
     return {name: find(name) for name in first}
 
 
-def _sources_of(sources: Sequence[Description | None], first: Mapping[str, str]) -> dict[Key, _Source]:
-    items: dict[Key, tuple[int, Item]] = {}
-    chunks: dict[Key, list[_SourceChunk]] = {}
+def _sources_of(sources: Sequence[Description | None], first: Mapping[str, str]) -> dict[TensorKey, _Source]:
+    items: dict[TensorKey, tuple[int, Item]] = {}
+    chunks: dict[TensorKey, list[_SourceChunk]] = {}
     for rank, source in enumerate(sources):
         for number, item in enumerate(source.items if source else ()):
             key = first.get(item.name, item.name), item.key

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tp_ext.sharding import Part, Sharding
 
-Parts = tuple[tuple[Part, ...], tuple[Part, ...]]
+PartsOfDim = tuple[tuple[Part, ...], tuple[Part, ...]]
 """The parts of one sharded dim, at one rank and at p ranks; they differ where padding or copies depend on p."""
 
 
@@ -25,7 +25,7 @@ class Placement(NamedTuple):
     p: int
     dim: int | None = None
     lengths: tuple[int, ...] = ()
-    parts: Parts | None = None
+    parts: PartsOfDim | None = None
 
     def expected(self, full: Tensor) -> list[Tensor]:
         """Returns the ranks' local tensors of a full one, which may have the padding of one rank."""
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
         return [there.shard(whole, rank, self.p) for rank in range(self.p)]
 
 
-def placements(full: Sequence[int], locals_: Sequence[Sequence[int]], tables: Iterable[Parts]) -> list[Placement]:
+def placements(full: Sequence[int], locals_: Sequence[Sequence[int]], tables: Iterable[PartsOfDim]) -> list[Placement]:
     """Returns the placements that give these shapes; the likeliest one first, none if there is none."""
     p, shapes = len(locals_), [tuple(shape) for shape in locals_]
     fitting = []
@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    full: Tensor | None, locals_: Sequence[Tensor | None], tables: Sequence[Parts] = (), floor: float = 0.0
+    full: Tensor | None, locals_: Sequence[Tensor | None], tables: Sequence[PartsOfDim] = (), floor: float = 0.0
 ) -> Comparison:
     """Compares a full activation or its gradient with what the ranks hold; ``floor`` is the least magnitude to which
     differences are relative."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tp_ext.verify.compare import Comparison, Parts, compare, copies_summed, is_partial
+from tp_ext.verify.compare import Comparison, PartsOfDim, compare, copies_summed, is_partial
 from tp_ext.verify.record import Outcome, RecordedCall
 
 
@@ -33,7 +33,7 @@ class Trace:
         outcomes: Sequence[Outcome],
         mode: str,
         bound: float,
-        tables: Sequence[Parts],
+        tables: Sequence[PartsOfDim],
         floor: float = 0.0,
     ) -> None:
         self._bound, self._tables, self._floor = bound, tables, floor

@@ -21,7 +21,7 @@ from tp_ext.model.census import census
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
-from tp_ext.verify.compare import Parts, Placement, compare, placements
+from tp_ext.verify.compare import PartsOfDim, Placement, compare, placements
 
 STEPS = 3
 
@@ -292,7 +292,7 @@ def parts_of(layout: Layout) -> tuple[Any, ...]:
     return layout[0][0].parts if len(layout) == 1 else ()
 
 
-def parts_at(reference: Outcome, outcome: Outcome) -> list[Parts]:
+def parts_at(reference: Outcome, outcome: Outcome) -> list[PartsOfDim]:
     """Returns the parts of all sharded parameters, at one rank and at p ranks, each pair once."""
     pairs = [
         (parts_of(reference.layouts[name]), parts_of(layout))

@@ -86,7 +86,7 @@ def verify(
             outcomes = _simulated(number, Task(make_model, arguments, dtype, seed, built, reference), report.findings)
             if outcomes is None or reference is None:
                 continue
-            wrong = _Comparison(number, reference, outcomes, bound, row).findings()
+            wrong = _OutcomeComparison(number, reference, outcomes, bound, row).findings()
             # The reference is a run on one rank, too: what differs between these two is no matter of p
             if number == 1 and wrong:
                 text = "a second run on one rank differs: the model has a local state, such as a generator of its own"
@@ -166,7 +166,7 @@ def _of_error(p: int, error: RuntimeError, task: Task) -> Finding:
     return Finding(p, progress.module, f"{collective} of rank {rank}", f"{text}, in {progress.phase}: {why}")
 
 
-class _Comparison:
+class _OutcomeComparison:
     """The comparison of the outcomes of p ranks with that of one; ``row`` gets the verdicts."""
 
     def __init__(self, p: int, reference: Outcome, outcomes: list[Outcome], bound: float, row: dict[str, str]) -> None:

@@ -26,7 +26,7 @@ from tp_ext.nn.dropout import dropout, dropout_slices
 CHECKPOINT = "torch/utils/checkpoint.py"
 
 
-class _Running:
+class _RunningCall:
     """A call of a module that runs now."""
 
     def __init__(self, begun: BeginDraws, module: nn.Module | None, draws: Sequence[Draw], next: int = 0) -> None:
@@ -36,9 +36,9 @@ class _Running:
             str, int
         ] = {}  # of those among them whose draws only the place distinguishes: the number in the plan
 
-    def again(self) -> _Running:
+    def again(self) -> _RunningCall:
         """Returns a copy of the present state, with which the next draws can be recomputed."""
-        copy = _Running(self.begun, None, self.draws, self.next)
+        copy = _RunningCall(self.begun, None, self.draws, self.next)
         copy.calls = dict(self.calls)
         return copy
 
@@ -78,7 +78,7 @@ class Masks(TorchFunctionMode):
     def __init__(self, group: ParallelGroup, tokens: TokenLengths | None = None) -> None:
         super().__init__()
         self.group, self.tokens = group, tokens
-        self.running: list[_Running] = []
+        self.running: list[_RunningCall] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "running": []}
@@ -92,7 +92,7 @@ class Masks(TorchFunctionMode):
         # Other operators draw for replicated tensors alone: a plan leaves whole what they read and write
         return func(*args, **kwargs)
 
-    def begin(self, call: _Running) -> None:
+    def begin(self, call: _RunningCall) -> None:
         # Once for all modules: with a mode for each, modules around saw a replaced call again (OPT, BART)
         if not self.running:
             self.__enter__()
@@ -137,7 +137,7 @@ class Masks(TorchFunctionMode):
         lengths = [size if size is None else size[self.group.rank] for size in draw.shape]
         return len(lengths) == x.dim() and all(n is None or n == m for n, m in zip(lengths, x.shape, strict=True))
 
-    def keep_for_recomputation(self, running: _Running) -> None:
+    def keep_for_recomputation(self, running: _RunningCall) -> None:
         """Finds a checkpoint that began in the running call of a module: it will be recomputed without this call, and
         has to find the draws as they are now."""
         if torch.compiler.is_compiling():
@@ -236,7 +236,7 @@ class Recomputed:
 
     function: Callable[..., Any]
     masks: Masks
-    running: _Running
+    running: _RunningCall
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         running = self.masks.running
@@ -296,7 +296,7 @@ class BeginDraws:
                 draws = calls[number % len(calls)]
                 if caller.begun.module in self.alike:
                     caller.planned[self.module] = len(calls)
-        masks.begin(_Running(self, module, draws))
+        masks.begin(_RunningCall(self, module, draws))
 
 
 @dataclass

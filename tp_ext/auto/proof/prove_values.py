@@ -50,7 +50,7 @@ class UnprovenError(Exception):
 
 
 @dataclass
-class Run:
+class RunResults:
     """The outputs, gradients and buffers of one run of a model.
 
     Attributes:
@@ -207,7 +207,7 @@ def few_tokens(example: Any, p: int) -> Any:
 # ---------------------------------------------------------------- runs
 
 
-def run_model(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> Run:
+def run_model(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> RunResults:
     """Runs a model once; the loss is a product of its outputs with random numbers."""
     # Copies: a model may write to its inputs, and both runs must get the same
     args, kwargs = tree_map(
@@ -239,7 +239,7 @@ def run_model(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any
     }
     # Statistics that forward updates; counters of steps are equal anyway
     buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
-    return Run({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
+    return RunResults({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
 
 
 def full_logits(result: Any) -> Any:
@@ -271,7 +271,7 @@ def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: flo
     return error / max(largest, scale, 1e-30), name
 
 
-def compare_runs(wanted: Run, got: Run, layouts: Mapping[str, Any]) -> tuple[float, str]:
+def compare_runs(wanted: RunResults, got: RunResults, layouts: Mapping[str, Any]) -> tuple[float, str]:
     """The largest difference of two runs, and the tensor's name; shards are compared with slices."""
     rows = []
     for kind in ("outputs", "gradients", "buffers"):
@@ -302,7 +302,7 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     calls = list(examples(example, dtype))
     modes = [(training, backward) for training in (True, False) for backward in (True, False)]
 
-    def runs(rank: int, group: Any, plan: Plan) -> tuple[list[Run], dict[str, Any]]:
+    def runs(rank: int, group: Any, plan: Plan) -> tuple[list[RunResults], dict[str, Any]]:
         model = copied_model(reduced)
         apply(plan, model, group)
         return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts_by_name(model)
@@ -340,10 +340,10 @@ def _no_garbage() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: Apply) -> list[list[Run]]:
+def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: Apply) -> list[list[RunResults]]:
     """The runs of the unsharded model; none for calls after the first that it does not accept."""
 
-    def runs(rank: int, group: Any) -> list[list[Run]]:
+    def runs(rank: int, group: Any) -> list[list[RunResults]]:
         model = copied_model(reduced)
         apply(whole, model, group)
         return [[_in_mode(model, call, *mode) for mode in modes] for _, call in calls]
@@ -357,7 +357,7 @@ def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: A
     return [*_reference(reduced, whole, calls[:1], modes, apply), []]  # the other call is one that it does not accept
 
 
-def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> Run:
+def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> RunResults:
     return run_model(model.train(training), call, backward, full_logits)
 
 

@@ -21,7 +21,7 @@ from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import FEW, UnprovenError, held
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
-from tp_ext.auto.search.integers import Search
+from tp_ext.auto.search.integers import IntegerSearch
 from tp_ext.auto.search.localize import Localized, MismatchError, PatchesOf, Shapes, SizesOf, is_conv1d, patch
 from tp_ext.auto.search.rounds import Planner
 
@@ -33,7 +33,7 @@ FEWER = 272, 16  # then the first such dim has this many, the next as many more:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _SmallerShape:
     """A smaller shape, in the place of a sharding."""
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         shapes = _shapes(part, kept)
         smaller = _Smaller(part.localized(state), shapes, kept)
         try:
-            local = Search(smaller, 0, max_runs=MAX_SCALED_RUNS).find()
+            local = IntegerSearch(smaller, 0, max_runs=MAX_SCALED_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue
@@ -131,19 +131,19 @@ def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:
     return {atom: sizes[atom.size] for atom in large}
 
 
-def _shapes(part: Planner, kept: Mapping[Atom, int]) -> dict[str, _Shape]:
+def _shapes(part: Planner, kept: Mapping[Atom, int]) -> dict[str, _SmallerShape]:
     """The parameters that become smaller, by all their names."""
-    shapes: dict[str, _Shape] = {}
+    shapes: dict[str, _SmallerShape] = {}
     for name, tensor in part.record.parameters.values():
         shape = tuple(local_length(dim, kept) for dim in part.record.dims_of(tensor))
         changed = [i for i, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)) if old != new]
         if changed:
-            shape_ = _Shape(shape, tensor.shape[changed[0]], changed[0])
+            shape_ = _SmallerShape(shape, tensor.shape[changed[0]], changed[0])
             shapes.update(dict.fromkeys(part.names[name], shape_))
     return shapes
 
 
-def _shrink(model: nn.Module, shapes: Mapping[str, _Shape]) -> None:
+def _shrink(model: nn.Module, shapes: Mapping[str, _SmallerShape]) -> None:
     """Gives a model's parameters their smaller shapes, on meta, and layers of torch the numbers that belong to them."""
     # Tied ones stay tied; with the old one, so that its id is its own
     smaller_by_id: dict[int, tuple[Tensor, nn.Parameter]] = {}

@@ -7,17 +7,17 @@ import math
 import re
 
 from tp_ext.auto.record.dims import Atom, Dim, Reason, atoms, concatenate, length
-from tp_ext.auto.record.rules import Op, no_rule, rule
+from tp_ext.auto.record.rules import OperatorCall, no_rule, rule
 from tp_ext.auto.record.torch_rules import span_of
 
 
-def _places(op: Op, number: int, result: int = 0) -> list[Dim]:
+def _places(op: OperatorCall, number: int, result: int = 0) -> list[Dim]:
     """The last dims of a result, new and whole: places of an image."""
     return [[Atom(n, op.reason)] for n in op.outputs[result].shape[-number:]]
 
 
 @rule("convolution")
-def convolution(op: Op) -> None:
+def convolution(op: OperatorCall) -> None:
     """Input channels are summed over, within their group; groups pass, places are whole."""
     x, weight, groups, transposed = op.dims(0), op.dims(1), op.args[8], op.args[6]
     spatial = op.inputs[1].dim() - 2
@@ -51,7 +51,7 @@ BATCH_NORMS = (
 
 
 @rule(*BATCH_NORMS)
-def batch_norm(op: Op) -> None:
+def batch_norm(op: OperatorCall) -> None:
     """Each channel is normalized by itself, over all other dims."""
     batch, channels, *places = op.dims()
     # The mean of a rank's part of the batch or of the places is another mean
@@ -65,7 +65,7 @@ def batch_norm(op: Op) -> None:
             op.give([channels], place)
 
 
-def group_norm(op: Op, groups: int) -> None:
+def group_norm(op: OperatorCall, groups: int) -> None:
     """Groups of channels pass; what a group normalizes is whole. A second result has the statistics of each group."""
     batch, channels, *places = op.dims()
     by_group = [Atom(groups)]
@@ -80,7 +80,7 @@ def group_norm(op: Op, groups: int) -> None:
 
 
 @rule("native_group_norm")
-def native_group_norm(op: Op) -> None:
+def native_group_norm(op: OperatorCall) -> None:
     group_norm(op, op.args[6])
 
 
@@ -96,7 +96,7 @@ RESAMPLERS = (
 
 
 @rule(*RESAMPLERS)
-def resampled(op: Op) -> None:
+def resampled(op: OperatorCall) -> None:
     """Places are whole; channels and what is before them pass."""
     spatial = int(re.findall(r"(\d)d", op.name)[0])
     op.pin(*op.dims()[-spatial:])
@@ -105,7 +105,7 @@ def resampled(op: Op) -> None:
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
-def pixel_shuffle(op: Op) -> None:
+def pixel_shuffle(op: OperatorCall) -> None:
     """[C r r, H, W] and [C, H r, W r], in either direction."""
     factor = op.args[1]
     *lead, channels, height, width = op.dims()
@@ -121,7 +121,7 @@ def pixel_shuffle(op: Op) -> None:
 
 
 @rule("im2col", "col2im")
-def unfolded_image(op: Op) -> None:
+def unfolded_image(op: OperatorCall) -> None:
     """[.., C, H, W] and [.., C k k, places], in either direction."""
     kernel = math.prod(op.args[1] if op.name == "im2col" else op.args[2])
     inside = [Atom(kernel, op.reason)]
@@ -138,7 +138,7 @@ def unfolded_image(op: Op) -> None:
 
 
 @rule("_fft_r2c", "_fft_c2c", "_fft_c2r")
-def fourier(op: Op) -> None:
+def fourier(op: OperatorCall) -> None:
     dims = list(op.dims())
     for axis in op.args[1]:
         # Each frequency is a sum over the whole dim
@@ -148,14 +148,14 @@ def fourier(op: Op) -> None:
 
 
 @rule("log_sigmoid_forward")
-def log_sigmoid(op: Op) -> None:
+def log_sigmoid(op: OperatorCall) -> None:
     for place, result in enumerate(op.outputs):  # the second is for backward, empty on some devices
         if result.shape == op.inputs[0].shape:
             op.give(op.dims(), place)
 
 
 @rule("glu")
-def glu(op: Op) -> None:
+def glu(op: OperatorCall) -> None:
     """The two halves of a dim are parts, each with the dim of the result."""
     dims = list(op.dims())
     axis = op.argument(1, "dim", -1) % len(dims)
@@ -175,7 +175,7 @@ def glu(op: Op) -> None:
 
 
 @rule("_trilinear")
-def trilinear(op: Op) -> None:
+def trilinear(op: OperatorCall) -> None:
     """A product of three tensors, each with new dims of one element at places of its own, summed over some dims."""
     number = op.inputs[0].dim() + len(op.args[3])
     full: list[Dim | None] = [None] * number
@@ -197,7 +197,7 @@ def trilinear(op: Op) -> None:
 
 
 @rule("_weight_norm_interface")
-def weight_norm(op: Op) -> None:
+def weight_norm(op: OperatorCall) -> None:
     """v g / |v|: the norm is over all dims but one, that of g."""
     axis = op.argument(2, "dim", 0) % op.inputs[0].dim()
     v, g = op.dims(0), op.dims(1)
@@ -207,13 +207,13 @@ def weight_norm(op: Op) -> None:
     op.give(g, 1)
 
 
-def _named(op: Op, option: str) -> Reason:
+def _named(op: OperatorCall, option: str) -> Reason:
     """The reason that an option of an operator keeps dims whole."""
     return Reason(f"{option} of {op.name.strip('_')}", op.reason.module, op.reason.line)
 
 
 @rule("embedding")
-def embedding(op: Op) -> None:
+def embedding(op: OperatorCall) -> None:
     """Rows are summed over, as each rank has others; the features pass."""
     (rows, features), ids = op.dims(0), op.dims(1)
     op.contracted = rows
@@ -226,7 +226,7 @@ def embedding(op: Op) -> None:
 
 
 @rule("embedding_renorm_")
-def renorm(op: Op) -> None:
+def renorm(op: OperatorCall) -> None:
     """Rows whose norm exceeds ``max_norm`` are written by the forward: a table stays whole."""
     op.reason = Reason("max_norm of embedding", op.reason.module, op.reason.line)
     op.pin(*op.dims())
@@ -236,7 +236,7 @@ BAGS = ("sum", "mean", "max")  # by the number that torch gives the mode
 
 
 @rule("_embedding_bag", "_embedding_bag_forward_only")
-def embedding_bag(op: Op) -> None:
+def embedding_bag(op: OperatorCall) -> None:
     """Rows are summed over, unless the largest is taken or an option needs all of them; the features pass."""
     rows, features = op.dims(0)
     options = ((3, "scale_grad_by_freq"), (5, "sparse"))
@@ -256,7 +256,7 @@ def embedding_bag(op: Op) -> None:
 
 
 @rule("_grouped_mm")
-def grouped_mm(op: Op) -> None:
+def grouped_mm(op: OperatorCall) -> None:
     """Rows by groups, ``t k, g k n -> t n``: features are sharded in units of 16 bytes, which its rows need."""
     # With two 2-D operands the groups divide the summed dim, with 3-D ones they are a batch: this rule fits neither
     if [t.dim() for t in op.inputs[:2]] != [2, 3]:

@@ -15,7 +15,7 @@ from torch.nn.modules import transformer
 
 from tp_ext import _ops
 from tp_ext.auto.record.dims import Atom, Dim, atoms, concatenate
-from tp_ext.auto.record.rules import Op, no_rule
+from tp_ext.auto.record.rules import OperatorCall, no_rule
 from tp_ext.auto.record.torch_rules import span_of
 from tp_ext.group import ParallelGroup
 from tp_ext.nn.dropout import dropout
@@ -73,7 +73,7 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
         extra = [call[name] for name in NEED_ALL_HEADS if isinstance(call[name], Tensor)]
         results = [t for t in (output, averaged) if t is not None]
         reason = record.reason(f"{option} of {named}" if option else named)
-        op = Op(named, args, kwargs, [*inputs, *extra, *last], results, record, reason)
+        op = OperatorCall(named, args, kwargs, [*inputs, *extra, *last], results, record, reason)
         no_rule(op)
         record.add(op)
         return
@@ -83,7 +83,7 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
     mixed = query.new_empty(length, *batch, projection.shape[1])
     scores = query.new_empty(*batch, heads, length, key.shape[0])
     record.paused = False
-    op = Op(named, args, kwargs, inputs, [mixed, scores], record, record.reason(named))
+    op = OperatorCall(named, args, kwargs, inputs, [mixed, scores], record, record.reason(named))
     of_heads: Dim = [Atom(heads), Atom(projection.shape[1] // heads, op.reason)]
     _tie_projections(op, call, of_heads)
     of_q, of_k, of_v = op.dims(0), op.dims(1), op.dims(2)
@@ -103,7 +103,7 @@ def multi_head_attention(record: Any, args: Sequence[Any], kwargs: Mapping[str, 
     try:
         _project(record, mixed, last, output, of_heads)
         if averaged is not None:
-            op = Op("mean", (), {}, [scores], [averaged], record, record.reason("mean of attention weights"))
+            op = OperatorCall("mean", (), {}, [scores], [averaged], record, record.reason("mean of attention weights"))
             op.contracted = of_heads[:1]
             record.add(op)
     finally:
@@ -114,7 +114,7 @@ def _is_set(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
-def _tie_projections(op: Op, call: Mapping[str, Any], of_heads: Dim) -> None:
+def _tie_projections(op: OperatorCall, call: Mapping[str, Any], of_heads: Dim) -> None:
     """Each projection's rows are heads; those of q | k | v in one weight are parts of it."""
     width = call["embed_dim_to_check"]
     for tensor in (call["in_proj_weight"], call["in_proj_bias"]):
@@ -134,7 +134,7 @@ def _tie_projections(op: Op, call: Mapping[str, Any], of_heads: Dim) -> None:
 
 
 def _project(record: Any, mixed: Tensor, last: list[Tensor], output: Tensor, of_heads: Dim) -> None:
-    op = Op("mm" if len(last) == 1 else "addmm", (), {}, [*last[:-1], mixed, last[-1]], [output], record,
+    op = OperatorCall("mm" if len(last) == 1 else "addmm", (), {}, [*last[:-1], mixed, last[-1]], [output], record,
             record.reason("multi_head_attention"))  # fmt: skip
     features, heads = op.dims_of(last[-1])
     op.unify(heads, of_heads)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.record.edits import LeafPath
-from tp_ext.auto.record.rules import Op
+from tp_ext.auto.record.rules import OperatorCall
 from tp_ext.mesh_program.partition_spec import P
 
 WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
@@ -145,7 +145,7 @@ class Record:
         self.dims[id(tensor)] = dims
         self.kept.append(tensor)
 
-    def add(self, op: Op, is_loss: bool = False) -> None:
+    def add(self, op: OperatorCall, is_loss: bool = False) -> None:
         """Adds an operator whose rule has been applied."""
         # A rule may leave a second output without dims: it gets new ones, which nothing relates to the inputs
         for tensor in op.outputs:

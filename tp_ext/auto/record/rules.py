@@ -42,7 +42,7 @@ class Labels(Protocol):
     def put(self, tensor: Tensor, dims: list[Dim]) -> None: ...
 
 
-class Op:
+class OperatorCall:
     """One call of an operator: its tensors, its arguments, and the dims of the tensors."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Op:
                     self.pin(dim)
 
 
-Rule = Callable[[Op], None]
+Rule = Callable[[OperatorCall], None]
 RULES: dict[str, Rule] = {}
 
 
@@ -109,13 +109,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return registered
 
 
-def pointwise(op: Op) -> None:
+def pointwise(op: OperatorCall) -> None:
     """All tensors have the same dims, broadcast."""
     if op.outputs:
         op.broadcast(op.inputs, op.dims_of(op.outputs[0]), op.outputs[0].shape)
 
 
-def no_rule(op: Op) -> None:
+def no_rule(op: OperatorCall) -> None:
     """Pins every dim of all tensors."""
     advice = " (rules= takes one)" if "::" in op.reason.what else ""
     reason = op.reason = Reason(f"no rule for {op.reason.what}{advice}", op.reason.module, op.reason.line)
@@ -129,7 +129,7 @@ def draws_random_numbers(function: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
-def draws(op: Op) -> None:
+def draws(op: OperatorCall) -> None:
     """Pins every dim of all tensors: the generators of the ranks have the same state, and know of no shard."""
     what = f"{op.reason.what} (draws random numbers of its own: every rank would draw the same ones for its shard)"
     op.reason = Reason(what, op.reason.module, op.reason.line)
@@ -175,7 +175,7 @@ def from_notation(notation: str) -> Rule:
     """
     inputs, results = parsed(notation)
 
-    def apply(op: Op) -> None:
+    def apply(op: OperatorCall) -> None:
         _Notation(op, notation).apply(inputs, results)
 
     apply.__doc__ = notation
@@ -185,7 +185,7 @@ def from_notation(notation: str) -> Rule:
 class _Notation:
     """A line of notation, applied to one call."""
 
-    def __init__(self, op: Op, notation: str) -> None:
+    def __init__(self, op: OperatorCall, notation: str) -> None:
         self.op, self.notation = op, notation
         self.known: dict[str, Dim] = {}
         self.leading: list[Dim] = []

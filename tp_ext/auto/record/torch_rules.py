@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, atoms, concatenate, divide, length, split_off
-from tp_ext.auto.record.rules import RULES, Op, no_rule, pointwise, rule
+from tp_ext.auto.record.rules import RULES, OperatorCall, no_rule, pointwise, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias")
-def view(op: Op) -> None:
+def view(op: OperatorCall) -> None:
     """The atoms in order make the new dims; one is divided where a new dim ends inside of it."""
     left = atoms([atom for dim in op.dims() for atom in dim])
     sizes = list(op.outputs[0].shape)
@@ -48,7 +48,7 @@ def view(op: Op) -> None:
     op.give(result)
 
 
-def _unfactored(op: Op, taken: Dim, left: Dim, sizes: list[int]) -> list[Dim]:
+def _unfactored(op: OperatorCall, taken: Dim, left: Dim, sizes: list[int]) -> list[Dim]:
     """The next new dims, up to one that ends where an atom ends; pinned, as are these atoms, which leave ``left``."""
     op.pin(taken)
     before, number = length(taken), 1
@@ -69,7 +69,7 @@ def _equal_parts(atom: Atom, number: int) -> bool:
     return atom.parts is not None and len(atom.parts) == number and len(set(map(length, atom.parts))) == 1
 
 
-def _divide_parts(op: Op, atom: Atom, number: int) -> None:
+def _divide_parts(op: OperatorCall, atom: Atom, number: int) -> None:
     """q | k | v seen as [3, h d]: the three parts are one dim."""
     assert atom.parts is not None
     first, *others = atom.parts
@@ -80,12 +80,12 @@ def _divide_parts(op: Op, atom: Atom, number: int) -> None:
 
 
 @rule("t", "numpy_T")
-def transpose_all(op: Op) -> None:
+def transpose_all(op: OperatorCall) -> None:
     op.give(op.dims()[::-1])
 
 
 @rule("transpose", "swapaxes")
-def transpose(op: Op) -> None:
+def transpose(op: OperatorCall) -> None:
     dims = list(op.dims())
     i, j = op.args[1], op.args[2]
     dims[i], dims[j] = dims[j], dims[i]
@@ -93,19 +93,19 @@ def transpose(op: Op) -> None:
 
 
 @rule("permute")
-def permute(op: Op) -> None:
+def permute(op: OperatorCall) -> None:
     op.give([op.dims()[i] for i in op.args[1]])
 
 
 @rule("unsqueeze")
-def unsqueeze(op: Op) -> None:
+def unsqueeze(op: OperatorCall) -> None:
     dims = list(op.dims())
     dims.insert(op.args[1] % op.outputs[0].dim(), [])
     op.give(dims)
 
 
 @rule("squeeze")
-def squeeze(op: Op) -> None:
+def squeeze(op: OperatorCall) -> None:
     x = op.inputs[0]
     which = op.argument(1, "dim")
     dropped = range(x.dim()) if which is None else [which] if isinstance(which, int) else which
@@ -114,7 +114,7 @@ def squeeze(op: Op) -> None:
 
 
 @rule("expand")
-def expand(op: Op) -> None:
+def expand(op: OperatorCall) -> None:
     x, shape = op.inputs[0], op.outputs[0].shape
     new = len(shape) - x.dim()
     # A dim that is repeated gets a new atom: nothing relates it to the element that it repeats
@@ -122,7 +122,7 @@ def expand(op: Op) -> None:
 
 
 @rule("repeat")
-def repeat(op: Op) -> None:
+def repeat(op: OperatorCall) -> None:
     x, shape = op.inputs[0], op.outputs[0].shape
     new = len(shape) - x.dim()
     result: list[Dim] = [[Atom(n)] for n in shape[:new]]
@@ -133,14 +133,14 @@ def repeat(op: Op) -> None:
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split")
-def split_tensor(op: Op) -> None:
+def split_tensor(op: OperatorCall) -> None:
     axis = op.argument(2, "dim", 0) % op.inputs[0].dim()
     ends = list(itertools.accumulate(t.shape[axis] for t in op.outputs))
     _spans(op, axis, list(zip([0, *ends[:-1]], ends, strict=True)))
 
 
 @rule("slice")
-def slice_(op: Op) -> None:
+def slice_(op: OperatorCall) -> None:
     x, y = op.inputs[0], op.outputs[0]
     axis = op.argument(1, "dim", 0) % x.dim()
     start, step = op.argument(2, "start") or 0, op.argument(4, "step", 1)
@@ -160,7 +160,7 @@ def slice_(op: Op) -> None:
     op.give(dims)
 
 
-def _spans(op: Op, axis: int, spans: Sequence[tuple[int, int]]) -> None:
+def _spans(op: OperatorCall, axis: int, spans: Sequence[tuple[int, int]]) -> None:
     """The outputs are these spans of one dim, which becomes the concatenation of them."""
     dims, full = op.dims(), op.inputs[0].shape[axis]
     # A concatenation of a single part would hide the factors of the dim
@@ -194,7 +194,7 @@ def span_of(dim: Dim, start: int, stop: int) -> Dim | None:
 
 
 @rule("select", "unbind")
-def select(op: Op) -> None:
+def select(op: OperatorCall) -> None:
     axis = op.argument(1, "dim", 0) % op.inputs[0].dim()
     dims = op.dims()
     # The same position of a shard is another element on each rank
@@ -204,7 +204,7 @@ def select(op: Op) -> None:
 
 
 @rule("cat")
-def cat(op: Op) -> None:
+def cat(op: OperatorCall) -> None:
     axis = op.argument(1, "dim", 0) % op.outputs[0].dim()
     result = op.fresh()
     inputs = [t for t in op.inputs if t.numel()] or op.inputs  # cat drops empty ones
@@ -218,7 +218,7 @@ def cat(op: Op) -> None:
 
 
 @rule("stack")
-def stack(op: Op) -> None:
+def stack(op: OperatorCall) -> None:
     axis = op.argument(1, "dim", 0) % op.outputs[0].dim()
     result = op.fresh()
     op.pin(result[axis])
@@ -229,7 +229,7 @@ def stack(op: Op) -> None:
 
 
 @rule("index", "_unsafe_index")
-def index(op: Op) -> None:
+def index(op: OperatorCall) -> None:
     """x[i, j]: the indexed dims are whole, the others stay."""
     indices = op.args[1]
     at = [i for i, t in enumerate(indices) if t is not None]
@@ -246,7 +246,7 @@ def index(op: Op) -> None:
 
 
 @rule("gather")
-def gather(op: Op) -> None:
+def gather(op: OperatorCall) -> None:
     axis = op.argument(1, "dim") % op.inputs[0].dim()
     dims, wanted = op.dims(), op.dims(1)
     op.pin(dims[axis])
@@ -258,7 +258,7 @@ def gather(op: Op) -> None:
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
-def norm(op: Op) -> None:
+def norm(op: OperatorCall) -> None:
     dims = op.dims()
     normalized = dims[-len(op.args[1]) :]
     op.pin(*normalized)
@@ -279,7 +279,7 @@ REDUCED_DIM_PLACES = {
 }  # name -> the place of the argument ``dim``  # fmt: skip
 
 
-def reduction(op: Op) -> None:
+def reduction(op: OperatorCall) -> None:
     """The dims that an operator reduces, sorts or scans are whole; the others stay."""
     x = op.inputs[0]
     which = op.argument(REDUCED_DIM_PLACES[op.name], "dim")
@@ -307,17 +307,17 @@ RULES.update(dict.fromkeys(REDUCED_DIM_PLACES, reduction))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like")
-def filled_like(op: Op) -> None:
+def filled_like(op: OperatorCall) -> None:
     op.give(op.dims())
 
 
 @rule("new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided", "new_tensor")
-def new(op: Op) -> None:
+def new(op: OperatorCall) -> None:
     op.give(op.fresh())
 
 
 @rule("constant_pad_nd")
-def pad(op: Op) -> None:
+def pad(op: OperatorCall) -> None:
     dims = op.dims()
     for i, (n, m) in enumerate(zip(op.inputs[0].shape, op.outputs[0].shape, strict=True)):
         # The padding is at the ends of the full dim, which only the first and the last rank have
@@ -328,7 +328,7 @@ def pad(op: Op) -> None:
 
 
 @rule("addmm", "baddbmm", "addbmm")
-def matmul_and_add(op: Op) -> None:
+def matmul_and_add(op: OperatorCall) -> None:
     left, right = op.dims(1), op.dims(2)
     op.unify(left[-1], right[-2])
     if len(left) == 3:
@@ -341,7 +341,7 @@ def matmul_and_add(op: Op) -> None:
 
 
 @rule("index_select")
-def index_select(op: Op) -> None:
+def index_select(op: OperatorCall) -> None:
     axis = op.args[1] % op.inputs[0].dim()
     dims = list(op.dims())
     op.pin(dims[axis])
@@ -356,7 +356,7 @@ WRITES_BY_INDEX = (
 
 
 @rule(*WRITES_BY_INDEX)
-def scatter(op: Op) -> None:
+def scatter(op: OperatorCall) -> None:
     """The dim that is indexed is whole, in all tensors; the others are the same in the source and in indices of all
     dims."""
     x, source = op.inputs[0], op.inputs[-1]
@@ -376,7 +376,7 @@ def scatter(op: Op) -> None:
 
 
 @rule("index_put", "index_put_", "_index_put_impl_")
-def index_put(op: Op) -> None:
+def index_put(op: OperatorCall) -> None:
     indices, values = op.args[1], op.args[2]
     at = [i for i, t in enumerate(indices) if t is not None]
     if any(indices[i].dtype == torch.bool for i in at):
@@ -394,12 +394,12 @@ def index_put(op: Op) -> None:
 
 
 @rule("view_as_real")
-def view_as_real(op: Op) -> None:
+def view_as_real(op: OperatorCall) -> None:
     op.give([*op.dims(), [Atom(2, op.reason)]])
 
 
 @rule("unfold")
-def unfold(op: Op) -> None:
+def unfold(op: OperatorCall) -> None:
     axis, result = op.args[1] % op.inputs[0].dim(), op.outputs[0]
     dims = list(op.dims())
     # A window at the end of a shard needs elements of the next rank
@@ -409,14 +409,14 @@ def unfold(op: Op) -> None:
 
 
 @rule("diagonal")
-def diagonal(op: Op) -> None:
+def diagonal(op: OperatorCall) -> None:
     # The diagonal of a shard begins at the first row of that shard, at another element than that of the full tensor
     op.pin(*op.dims())
     op.give(op.fresh())
 
 
 @rule("where")
-def where(op: Op) -> None:
+def where(op: OperatorCall) -> None:
     if len(op.inputs) > 1:
         return pointwise(op)
     no_rule(op)  # the places of true elements: lengths are data

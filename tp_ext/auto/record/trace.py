@@ -30,7 +30,7 @@ from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hook
 from tp_ext.auto.record.multi_head import plain_paths
 from tp_ext.auto.record.numbers import READ, Change, Numbers
 from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
-from tp_ext.auto.record.rules import Op, Rule, draws_random_numbers, no_rule, rule_of
+from tp_ext.auto.record.rules import OperatorCall, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.record.whole_calls import SHOWN, WHOLE_CALLS
 from tp_ext.mesh_program.partition_spec import P
@@ -44,7 +44,7 @@ FAKES = (
 )  # fmt: skip
 
 
-class _Operators(TorchDispatchMode):
+class _OperatorRules(TorchDispatchMode):
     """Applies the rule of every operator."""
 
     def __init__(self, record: Record, rules: Mapping[str, Rule]) -> None:
@@ -68,7 +68,7 @@ class _Operators(TorchDispatchMode):
             if outputs and (inputs or draws_random_numbers(func)):
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
-                op = Op(name, args, kwargs, inputs, outputs, record, reason)
+                op = OperatorCall(name, args, kwargs, inputs, outputs, record, reason)
                 try:
                     rule_of(func, self.rules)(op)
                 except (AttributeError, IndexError, KeyError, TypeError):  # arguments that the rule does not know
@@ -86,7 +86,9 @@ class _Operators(TorchDispatchMode):
     def read(self, tensor: Tensor) -> None:
         """Records that code reads a tensor of one element as a number, which must be no term of a sum over ranks."""
         record = self.record
-        record.add(Op("item", (tensor,), {}, [tensor], [torch.empty_like(tensor)], record, record.reason("item")))
+        record.add(
+            OperatorCall("item", (tensor,), {}, [tensor], [torch.empty_like(tensor)], record, record.reason("item"))
+        )
 
 
 def _is_of_fakes(caller: Any) -> bool:
@@ -274,7 +276,7 @@ def trace(
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor):
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
-    # Of either kind the mode entered last sees a call first: `mode` before _Calls, _Operators before the fakes
+    # Of either kind the mode entered last sees a call first: `mode` before _Calls, _OperatorRules before the fakes
     modes: list[Any] = [
         torch.enable_grad(),  # as in training: code may ask
         watched_gradients(record, tensors),
@@ -283,7 +285,7 @@ def trace(
         _Calls(record, operators),
     ]
     if operators:
-        modes.append(_Operators(record, rules or {}))
+        modes.append(_OperatorRules(record, rules or {}))
     if mode is not None:
         modes.append(mode)
     with unchanged(model), contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ from tp_ext.auto.record.channel_rules import group_norm
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.multi_head import multi_head_attention
 from tp_ext.auto.record.record import Record, tensors
-from tp_ext.auto.record.rules import Op
+from tp_ext.auto.record.rules import OperatorCall
 
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
@@ -23,14 +23,14 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: 
 def _cross_entropy(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
     """The classes may be sharded: three numbers of each row are summed over the ranks."""
     logits = _argument(args, kwargs, 0, "input")
-    op = Op("cross_entropy", args, kwargs, [logits], [result], record, record.reason("cross_entropy"))
+    op = OperatorCall("cross_entropy", args, kwargs, [logits], [result], record, record.reason("cross_entropy"))
     op.contracted = op.dims()[1 if logits.dim() > 1 else 0]
     record.add(op, is_loss=True)
 
 
 def _dropout(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> None:
     x = _argument(args, kwargs, 0, "input")
-    op = Op("dropout", args, kwargs, [x], [result], record, record.reason("dropout"))
+    op = OperatorCall("dropout", args, kwargs, [x], [result], record, record.reason("dropout"))
     # Without training, or in place, the result is x itself, which keeps its dims and its maker
     if result is not x:
         op.give(op.dims())
@@ -46,7 +46,7 @@ def _attention(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], r
     mask = _argument(args, kwargs, 3, "attn_mask")
     inputs = [q, k, v] + ([] if mask is None else [mask])
     name = "scaled_dot_product_attention"
-    op = Op(name, args, kwargs, inputs, [result], record, record.reason(name))
+    op = OperatorCall(name, args, kwargs, inputs, [result], record, record.reason(name))
     of_q, of_k, of_v = op.dims(0), op.dims(1), op.dims(2)
     for i in range(q.dim() - 2):
         op.unify(of_k[i], of_v[i])
@@ -80,7 +80,7 @@ def _statistics(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
 
 def _group_norm(record: Record, args: Sequence[Any], kwargs: Mapping[str, Any], result: list[Tensor]) -> None:
     inputs = [t for _, t in tensors([list(args), kwargs])]
-    op = Op("native_group_norm", args, kwargs, inputs, result, record, record.reason("native_group_norm"))
+    op = OperatorCall("native_group_norm", args, kwargs, inputs, result, record, record.reason("native_group_norm"))
     group_norm(op, result[1].shape[1])
     record.add(op)
 

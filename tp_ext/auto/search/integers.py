@@ -24,7 +24,7 @@ MAX_RUNS = 150
 MAX_RUNS_FOR_SIZES = 50  # where sizes can be changed instead
 
 SizesByModule = dict[str, list[SizeCall]]
-Key = frozenset[tuple[str, str, int]]
+PatchesKey = frozenset[tuple[str, str, int]]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Seen:
         return self.left, sum(number for name, number in self.wrong.items() if name not in changed)
 
 
-class Search:
+class IntegerSearch:
     """Searches for one rank.
 
     Args:
@@ -62,7 +62,7 @@ class Search:
         self.lines = localized.lines()
         self.wanted, self.known = localized.expected(rank), known_integers(localized, rank)
         self.values_of_decisions: dict[tuple[int, ...], dict[int, list[int]]] = {}
-        self.seen: dict[Key, _Seen] = {}
+        self.seen: dict[PatchesKey, _Seen] = {}
         self.changed = set(before.sizes) if before is not None else set()
         self.first = localized.runs
 
@@ -277,7 +277,7 @@ def _attributes(patches: Patches) -> dict[str, list[str]]:
     return by_module
 
 
-def _key(patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> Key:
+def _key(patches: Mapping[str, Mapping[str, tuple[int, int]]]) -> PatchesKey:
     return frozenset((n, a, new) for n, changes in patches.items() for a, (_, new) in changes.items())
 
 

@@ -22,7 +22,7 @@ from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
 from tp_ext.auto.search.hints import PlanOptions, hint_of
 from tp_ext.auto.search.in_blocks import plan_in_blocks
-from tp_ext.auto.search.integers import Local, Search, merged, merged_sizes
+from tp_ext.auto.search.integers import IntegerSearch, Local, merged, merged_sizes
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
@@ -310,7 +310,7 @@ class Planner:
             key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), None)
-                searched[key] = integers = Search(localized, rank, before).find()
+                searched[key] = integers = IntegerSearch(localized, rank, before).find()
                 proofs[key] = digest(localized.calls(rank, integers.patches, integers.sizes))
             state.local[rank] = searched[key]
             state.proofs.append(proofs[key])

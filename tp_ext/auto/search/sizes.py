@@ -72,7 +72,7 @@ class Called(Protocol):
     module: str
 
 
-class Running(Protocol):
+class RunRecord(Protocol):
     """The record of a run: the modules whose forward runs now, and all calls so far."""
 
     modules: list[str]
@@ -96,7 +96,7 @@ class Observer(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.wanted, self.ignored = wanted, ignored
-        self.record: Running | None = None  # of the run
+        self.record: RunRecord | None = None  # of the run
         self.next: dict[str, int] = {}
         self.calls: dict[str, dict[int, list[SizeCall]]] = {}  # module -> its call -> calls with sizes
 
@@ -229,7 +229,7 @@ class SizedForward:
         # The mode sees all calls that run below it, and those of inner modules are no part of this plan
         for inner in self.module.modules():
             if inner is not self.module:
-                inner.register_forward_pre_hook(Pause(self), prepend=True)
+                inner.register_forward_pre_hook(PauseSizes(self), prepend=True)
                 inner.register_forward_hook(Resume(self), always_call=True)
         self.module.forward = self
 
@@ -248,7 +248,7 @@ class SizedForward:
 
 
 @dataclass
-class Pause:
+class PauseSizes:
     """A forward pre-hook of a module inside of one whose sizes are changed."""
 
     forward: SizedForward
@@ -260,7 +260,7 @@ class Pause:
 
 @dataclass
 class Resume:
-    """The forward hook that undoes :class:`Pause`."""
+    """The forward hook that undoes :class:`PauseSizes`."""
 
     forward: SizedForward
 

@@ -31,12 +31,12 @@ def find_tokens(
         finder: the communication without, which has been found.
         alternative: index into the candidate token dims, ordered by how many operators mix them.
     """
-    search = _Search(record, finder, roles, p, bans, alternative)
+    search = _TokenSearch(record, finder, roles, p, bans, alternative)
     search.run()
     return TokenFlow(record, search.steps, search.ranges, search.gathers, search.source_paths)
 
 
-class _Search:
+class _TokenSearch:
     def __init__(
         self, record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int
     ) -> None:

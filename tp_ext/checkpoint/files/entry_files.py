@@ -116,7 +116,7 @@ class EntryWriter:
         self._file.write(content)
 
 
-class _Range(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of a file as one of its own. (That of torch.distributed.checkpoint takes offsets from its end for those
     from the range's end with the other sign.)"""
 
@@ -150,7 +150,7 @@ def check_entry(file: int, begin: int, length: int) -> None:
     if os.pread(file, 2, begin) != _DIRECTORY_ENTRY[:2]:
         return  # the form without checksums, or no entry at all: torch.load knows
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Range(file, begin, length), 1 << 16)) as archive:
+        with zipfile.ZipFile(io.BufferedReader(_FileRange(file, begin, length), 1 << 16)) as archive:
             members = archive.infolist()
             if any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise ValueError("a member is compressed")

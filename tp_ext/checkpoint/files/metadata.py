@@ -71,10 +71,10 @@ def file_ends(stored: Iterable[_StorageInfo]) -> dict[str, int]:
     return ends
 
 
-class _Record:
+class _PickledObject:
     """An object of a pickle as data: the name of its class, its arguments and its state. Replaces all classes."""
 
-    def __new__(cls, *args: Any) -> "_Record":
+    def __new__(cls, *args: Any) -> "_PickledObject":
         if len(args) > _MAX_DIMS:
             raise pickle.UnpicklingError(f".metadata: gives {cls.__name__} {len(args)} arguments")
         made = super().__new__(cls)
@@ -135,7 +135,9 @@ class _Unpickler(pickle._Unpickler):
         self.classes += 1
         if self.classes > _MAX_CLASSES:
             raise pickle.UnpicklingError(f".metadata: names more than {_MAX_CLASSES} classes")
-        return type(name, (_Record,), {})  # a new class each time: a pickle may also write to the classes it names
+        return type(
+            name, (_PickledObject,), {}
+        )  # a new class each time: a pickle may also write to the classes it names
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -148,7 +150,7 @@ class _Unpickler(pickle._Unpickler):
 
     def _put(self, key: Any, value: Any) -> None:
         into = self.stack[-1]
-        if type(into) is not dict or not isinstance(key, str | int | _Record):
+        if type(into) is not dict or not isinstance(key, str | int | _PickledObject):
             raise pickle.UnpicklingError(f".metadata: has {type(key).__name__} for a key")
         into[key] = value
 
@@ -178,7 +180,7 @@ def _malformed(what: str) -> NoReturn:
 
 
 def _state(record: Any, name: str) -> Any:
-    if not isinstance(record, _Record) or type(record).__name__ != name:
+    if not isinstance(record, _PickledObject) or type(record).__name__ != name:
         _malformed(f"{_brief.repr(record)} must be a {name}")
     return record.state
 
