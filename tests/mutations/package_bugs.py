@@ -179,7 +179,7 @@ LAYERS = [
     _bug(
         "copies_not_summed",
         "model/module.py",
-        'return _ops.copy_replicas_to_region(self._entering(name, given), group.name, *own["_copied"][name])',
+        'return _ops.copy_replicas_to_region(self._entering(name, given), group.name, *attributes["_copied"][name])',
         "return self._entering(name, given)",
         "The gradient of a copied KV head is that of this rank's query heads alone.",
         "nn/attention/test_attention.py::test_output_and_all_gradients_are_those_of_dense_attention",

@@ -131,8 +131,8 @@ PARALLEL_BUGS = [
     _bug(
         "muon_counts_the_expert_group_twice",
         "optim/parameters.py",
-        "if len(own) > 1 and not any(own < other for other in members)",
-        "if len(own) > 1",
+        "if len(members_of_axis) > 1 and not any(members_of_axis < other for other in members)",
+        "if len(members_of_axis) > 1",
         "Muon takes the expert group and FSDP2's axis that spans it for two axes.",
         "end_to_end/test_training_experts.py::test_one_training_moves_over_all_layouts[muon]",
     ),

@@ -25,7 +25,7 @@ PIPELINE_BUGS = [
     _bug(
         "tied_original_is_a_copy",
         "model/census.py",
-        "found.pop(id(param), None)  # the original itself",
+        "originals.pop(id(param), None)  # the original itself",
         "pass",
         "A stage that holds both ends has no original.",
         "model/test_stages.py::test_a_stage_that_holds_both_ends_has_the_original",
@@ -33,7 +33,7 @@ PIPELINE_BUGS = [
     _bug(
         "tied_copy_is_an_entry",
         "checkpoint/pipeline.py",
-        "found[name] = one._replace(tied=original.tied)",
+        "merged[name] = whole._replace(tied=original.tied)",
         "pass",
         "The copy of a tied weight is a weight of its own in exports and in one process.",
         STATE,
@@ -49,8 +49,8 @@ PIPELINE_BUGS = [
     _bug(
         "stage_checks_its_own_names",
         "checkpoint/save_plan.py",
-        "check_unique(name, tuple(sorted(found)))",
-        "check_unique(name, tuple(sorted(found))[:1])",
+        "check_unique(name, tuple(sorted(numbers)))",
+        "check_unique(name, tuple(sorted(numbers))[:1])",
         "Two stages may have an entry of one name.",
         "checkpoint/test_pipeline.py::test_one_name_in_two_stages_is_an_error",
     ),

@@ -48,9 +48,9 @@ class RunningSave(Future[None]):
         super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        found = super().exception(timeout)
+        error = super().exception(timeout)
         self.reported = True
-        return found
+        return error
 
 
 class _Last:
@@ -113,15 +113,15 @@ def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
     # The name of a destroyed group may come again, for other ranks
     for name in [name for name, (known, _) in _groups.items() if not is_alive(known)]:
         del _groups[name]
-    found = _groups.get(over.group_name)
-    if found is None:
+    entry = _groups.get(over.group_name)
+    if entry is None:
         ranks = dist.get_process_group_ranks(over)
         whole = len(ranks) == dist.get_world_size()
         # gloo, since objects alone are exchanged. Ranks outside of the group make no save, and need not call this
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole)
-        assert isinstance(made, ProcessGroup)
-        found = _groups[over.group_name] = over, made
-    return found[1]
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole)
+        assert isinstance(group, ProcessGroup)
+        entry = _groups[over.group_name] = over, group
+    return entry[1]
 
 
 def copy_to_host(payload: Payload) -> None:
@@ -141,5 +141,5 @@ def _copied(tensor: Tensor) -> Tensor:
     """Returns a copy on the host: of a GPU's tensor in page-locked memory, which torch keeps for the next save."""
     if not tensor.is_cuda:
         return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # whatever the default device
-    return made.copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # whatever the default device
+    return copy.copy_(tensor, non_blocking=True)

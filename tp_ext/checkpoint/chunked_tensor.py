@@ -26,9 +26,9 @@ class ChunkedTensor(torch.Tensor):
     def __new__(
         cls, shape: Sequence[int], chunks: Iterable[LocalChunk], *, dtype: torch.dtype, device: Any
     ) -> "ChunkedTensor":
-        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
-        made.local_chunks = [(chunk.offsets, chunk.tensor, chunk.owned) for chunk in chunks]
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        wrapper.local_chunks = [(chunk.offsets, chunk.tensor, chunk.owned) for chunk in chunks]
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -40,8 +40,8 @@ class ChunkedTensor(torch.Tensor):
         return handler(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = [(offsets, tuple(tensor.shape)) for offsets, tensor, _ in self.local_chunks]
-        return f"ChunkedTensor({tuple(self.shape)}, dtype={self.dtype}, chunks={held})"
+        chunks = [(offsets, tuple(tensor.shape)) for offsets, tensor, _ in self.local_chunks]
+        return f"ChunkedTensor({tuple(self.shape)}, dtype={self.dtype}, chunks={chunks})"
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         items = []

@@ -23,15 +23,15 @@ def join_published(
     Raises:
         ValueError: an entry of another shape.
     """
-    for one in published:
-        if tensors[one.name].shape != one.shape(shape):
+    for entry in published:
+        if tensors[entry.name].shape != entry.shape(shape):
             raise ValueError(
-                f"path: {one.name!r} has shape {tuple(tensors[one.name].shape)} and must have "
-                f"{tuple(one.shape(shape))}, that of the unsharded module"
+                f"path: {entry.name!r} has shape {tuple(tensors[entry.name].shape)} and must have "
+                f"{tuple(entry.shape(shape))}, that of the unsharded module"
             )
     rows: dict[int | None, list[SlicedTensor | JoinedTensor]] = {}
-    for one in published:
-        rows.setdefault(one.expert, []).append(tensors[one.name])
+    for entry in published:
+        rows.setdefault(entry.expert, []).append(tensors[entry.name])
     joined = [parts[0] if len(parts) == 1 else JoinedTensor(parts) for parts in rows.values()]
     return joined[0] if None in rows else JoinedTensor(joined, stacked=True)
 
@@ -48,46 +48,46 @@ class ExpertGather:
         self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, own: str, entry: Entry, one: PublishedEntry) -> Tensor | None:
-        """Returns the published entry of the entry ``own`` on the first rank of the stage, None on the others.
+    def __call__(self, name: str, entry: Entry, published: PublishedEntry) -> Tensor | None:
+        """Returns the published entry of the entry ``name`` on the first rank of the stage, None on the others.
 
         Communicates: of an expert's weight one gather over the tensor-parallel group of the rank that holds the expert,
         and one all-to-all over the expert group in which that rank alone sends; of others as :func:`gather_full`.
         """
-        if one.expert is None:
+        if published.expert is None:
             full = gather_full(entry.value, entry.layout, self._ranks, rank0_only=True)
-            return None if full is None else one.of(full)
-        if (layer := own.rpartition(".")[0]) != self._layer:
+            return None if full is None else published.of(full)
+        if (layer := name.rpartition(".")[0]) != self._layer:
             self._layer, self._kept = layer, {}
         # Entries of a layer come one after the other, so one layer is kept at a time
-        if own not in self._kept:
-            self._kept[own] = without_data_axes(entry.value.detach())
+        if name not in self._kept:
+            self._kept[name] = without_data_axes(entry.value.detach())
         # Only the first of equal copies go on; what FSDP2 shards all ranks have gathered above
         if not (self._ranks.data_first(entry.layout) and self._ranks.groups.counts(entry.layout)):
             return None
-        return _gather_expert(self._kept[own], entry.layout, one)
+        return _gather_expert(self._kept[name], entry.layout, published)
 
 
-def _gather_expert(local: Tensor, layout: Layout, one: PublishedEntry) -> Tensor | None:
+def _gather_expert(local: Tensor, layout: Layout, published: PublishedEntry) -> Tensor | None:
     """Gathers one expert's weight, or its gate or up projection, from the stacked shards of all."""
-    index, owner = cast(int, one.expert), 0
+    index, owner = cast(int, published.expert), 0
     over = [(sharding, group) for sharding, group in layout if sharding.dim == 0]
     within = [(sharding, group) for sharding, group in layout if sharding.dim != 0]
     group = over[0][1] if over else ALONE
     for rank in range(group.size if over else 0):
-        held = next(over[0][0].local_parts(rank, group.size)).full
-        if held.start <= index < held.stop:
-            index, owner = index - held.start, rank
+        experts = next(over[0][0].local_parts(rank, group.size)).full
+        if experts.start <= index < experts.stop:
+            index, owner = index - experts.start, rank
             break
     value = None
     # Ranks of other experts take part in the all-to-all below alone
     if group.rank == owner:
         value = _gather_rows(
-            local[index], [(Sharding(sharding.dim - 1, sharding.parts), tp) for sharding, tp in within], one.part
+            local[index], [(Sharding(sharding.dim - 1, sharding.parts), tp) for sharding, tp in within], published.part
         )
     # A gather to the first rank has brought the weight there, so the other ranks of that group have no part in this
     if owner and all(tp.rank == 0 for _, tp in within):
-        value = _move_to_first(value, one.shape(layout.full_shape(local.shape)), owner, group, local)
+        value = _move_to_first(value, published.shape(layout.full_shape(local.shape)), owner, group, local)
     return value
 
 
@@ -99,8 +99,8 @@ def _gather_rows(value: Tensor, within: list[tuple[Sharding, ParallelGroup]], pa
     elif part is not None:
         (sharding, group), *others = sorted(within, key=lambda entry: entry[0].dim)
         # Gate and up are cut separately, so a rank has a slice of each, one after the other
-        held = list(sharding.local_parts(group.rank, group.size))[part]
-        value = value.narrow(0, held.local_start, held.length + held.padding)
+        interval = list(sharding.local_parts(group.rank, group.size))[part]
+        value = value.narrow(0, interval.local_start, interval.length + interval.padding)
         within = [(Sharding(0, (sharding.parts[part],)), group), *others]
     return gather_shards(value, Layout(*within), rank0_only=True)
 

@@ -131,7 +131,7 @@ def to_published_experts(state: Mapping[str, Tensor], family: str) -> dict[str, 
     published = published_entries(shapes, family, "family")
     result = dict[str, Tensor]()
     for key, value in state.items():
-        result |= {one.name: one.of(value) for one in published.get(key, [PublishedEntry(key)])}
+        result |= {entry.name: entry.of(value) for entry in published.get(key, [PublishedEntry(key)])}
     return result
 
 
@@ -143,7 +143,7 @@ def from_published_experts(state: Mapping[str, Tensor], family: str) -> dict[str
     """
     check_family(family, "family")
     names, result = _FAMILIES[family], dict[str, Tensor]()
-    ours = {published: own for own, published in _ROUTER.items()}
+    ours = {published: local_name for local_name, published in _ROUTER.items()}
     if names.shared:
         ours |= {
             f"{names.shared}.{names.gate}.weight": "shared.up.weight",
@@ -151,10 +151,10 @@ def from_published_experts(state: Mapping[str, Tensor], family: str) -> dict[str
             f"{names.shared}.{names.down}.weight": "shared.down.weight",
         }
     # Only names next to experts are renamed: other layers may have a gate.weight, too
-    layers = {found.group(1) for key in state if (found := _EXPERT.fullmatch(key))}
+    layers = {match.group(1) for key in state if (match := _EXPERT.fullmatch(key))}
     for key, value in state.items():
-        if found := _EXPERT.fullmatch(key):
-            prefix, expert, name = found.groups()
+        if match := _EXPERT.fullmatch(key):
+            prefix, expert, name = match.groups()
             # The first expert stands for all, whose entries _stacked finds
             if name == names.down and expert == "0":
                 result[f"{prefix}experts.down_weight"] = _stacked(state, prefix, (names.down,))
@@ -186,8 +186,8 @@ def _prefixes(keys: Iterable[str], tail: str) -> set[str]:
 
 def _split(key: str, layers: set[str], tails: Iterable[str] = ()) -> tuple[str, str]:
     """Returns the prefix of an expert layer's name and the name of a weight in it; the name and "" if it is in none."""
-    own = ("experts.up_weight", "experts.down_weight", "shared.up.weight", "shared.down.weight")
-    for tail in tails or (*_ROUTER, *own):
+    layer_tails = ("experts.up_weight", "experts.down_weight", "shared.up.weight", "shared.down.weight")
+    for tail in tails or (*_ROUTER, *layer_tails):
         prefix = key.removesuffix(tail)
         if prefix != key and prefix in layers:
             return prefix, tail

@@ -60,16 +60,16 @@ def full_state_dict(
     model = census(module, mesh_axes(group, mesh))
     ranks, entries = ranks_of(model), model.state()
     state: StateDict = {}
-    made: dict[str, Tensor | None] = {}
+    gathered: dict[str, Tensor | None] = {}
     check_entries(entries, ranks)
-    for name, one in whole_entries(entries, ranks, with_extra=True, unique=True).items():
-        value = one.value
+    for name, entry in whole_entries(entries, ranks, with_extra=True, unique=True).items():
+        value = entry.value
         # All ranks in the order of the whole entries, whose collectives so match
-        if not one.extra and one.tensor is not None:
-            if one.tied not in made:
-                full = gather_whole(one.tensor, entries.get(name), ranks, rank0_only=rank0_only)
-                made[one.tied] = full.cpu() if full is not None and cpu_offload else full
-            value = made[one.tied]
+        if not entry.extra and entry.tensor is not None:
+            if entry.tied not in gathered:
+                full = gather_whole(entry.tensor, entries.get(name), ranks, rank0_only=rank0_only)
+                gathered[entry.tied] = full.cpu() if full is not None and cpu_offload else full
+            value = gathered[entry.tied]
         if ranks.first or not rank0_only:
             state[name] = value
     return state

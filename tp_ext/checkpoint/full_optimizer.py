@@ -56,18 +56,18 @@ def full_optimizer_state_dict(
         for name, entry in of_stage.items():
             if name in states:  # of a copy on another stage
                 continue
-            made = {}
+            state = {}
             for key, value in entry.items():
-                made[key] = value
+                state[key] = value
                 if isinstance(value, WholeTensor):
                     full = None
                     # Only the ranks of one stage gather; all stages meet in the broadcast along the pipeline
                     if value.stages[0] == ranks.stage:
                         full = own.gather(name, key, described[name][key], rank0_only)
                     full = from_stage(full, value, ranks, rank0_only=rank0_only)
-                    made[key] = full.cpu() if full is not None and cpu_offload else full
-            if made:
-                states[name] = made
+                    state[key] = full.cpu() if full is not None and cpu_offload else full
+            if state:
+                states[name] = state
     if rank0_only and not ranks.first:
         return {}
     return {"state": states, "param_groups": groups}
@@ -129,16 +129,16 @@ def load_full_optimizer_state_dict(
         for key, value in entry.items():
             if not isinstance(value, torch.dtype):  # a step or a factor: came with the plan
                 continue
-            given: Any = state["state"][name][key] if ranks.first or not broadcast_from_rank0 else None
+            source: Any = state["state"][name][key] if ranks.first or not broadcast_from_rank0 else None
             if broadcast_from_rank0:
-                given = to_stages(given, WholeTensor(holders[name], shapes[name], value, ranks.device.type), ranks)
+                source = to_stages(source, WholeTensor(holders[name], shapes[name], value, ranks.device.type), ranks)
             if param is not None:
                 # Of the dtype that was saved, not the parameter's: fp32 states of bf16 parameters
-                local[key] = made = torch.zeros_like(param.detach(), dtype=value)
+                local[key] = target = torch.zeros_like(param.detach(), dtype=value)
                 if broadcast_from_rank0:
-                    scatter_full(given, made, own.layouts[name], ranks)
+                    scatter_full(source, target, own.layouts[name], ranks)
                 else:
-                    write_full(given, made, own.layouts[name])
+                    write_full(source, target, own.layouts[name])
     for param, name in own.copies:  # a tied weight's copy has a state of its own in this optimizer
         states[param] = copy_of_state(states.get(own.params[name], {}))
     own.held.load(states, planned["param_groups"])
@@ -215,9 +215,9 @@ def _merged_groups(stages: Sequence[Sequence[StateDict]]) -> list[StateDict]:
         return list(stages[0])
     merged = _merged_names([[group["params"] for group in groups] for groups in stages])
     for stage, groups in enumerate(stages):
-        for index, (one, group) in enumerate(zip(stages[0], groups, strict=True)):
-            for key in (one.keys() | group.keys()) - {"params", "param_names"}:
-                a, b = one.get(key), group.get(key)
+        for index, (first, group) in enumerate(zip(stages[0], groups, strict=True)):
+            for key in (first.keys() | group.keys()) - {"params", "param_names"}:
+                a, b = first.get(key), group.get(key)
                 if not isinstance(a, Tensor) and a != b:
                     raise ValueError(
                         f"optimizer: option {key!r} of its parameter group {index} must be the same in all stages, and "

@@ -63,10 +63,10 @@ class Ranks(NamedTuple):
 
         A data axis may span a group of the layout, as that of a model spans the expert group: of it the first of the
         groups are those of the axis's first rank."""
-        own = [set(group.ranks) for _, group in layout if group.size > 1]
+        groups = [set(group.ranks) for _, group in layout if group.size > 1]
         for axis in self.data_axes:
             members = dist.get_process_group_ranks(axis)
-            within = [ranks for ranks in own if ranks < set(members)]
+            within = [ranks for ranks in groups if ranks < set(members)]
             if not (members[0] in within[0] if within else axis.rank() == 0):
                 return False
         return True
@@ -75,17 +75,19 @@ class Ranks(NamedTuple):
 def ranks_of(model: Census) -> Ranks:
     """Returns the ranks over which the model's state is distributed: the groups of its modules, the meshes of its
     DTensors, the groups of DDP, the axes of the mesh."""
-    own = [process_group(axis.name) for axis in model.groups.axes]
-    found = [axis for mesh in model.meshes for axis in mesh.get_all_groups()]
-    found += [wrapper.process_group for wrapper in model.wrappers.values()]
-    found += [process_group(axis.name) for axis in model.axes.data.axes]
+    model_axes = [process_group(axis.name) for axis in model.groups.axes]
+    candidates = [axis for mesh in model.meshes for axis in mesh.get_all_groups()]
+    candidates += [wrapper.process_group for wrapper in model.wrappers.values()]
+    candidates += [process_group(axis.name) for axis in model.axes.data.axes]
     # Two groups of the same ranks are one axis, and so is a flattened one and those within it
-    members = {frozenset(dist.get_process_group_ranks(axis)): axis for axis in found}
-    used = {frozenset(dist.get_process_group_ranks(axis)) for axis in own}
-    data = tuple(axis for one, axis in members.items() if not any(one < other for other in members) and one not in used)
+    members = {frozenset(dist.get_process_group_ranks(axis)): axis for axis in candidates}
+    used = {frozenset(dist.get_process_group_ranks(axis)) for axis in model_axes}
+    data = tuple(
+        axis for group, axis in members.items() if not any(group < other for other in members) and group not in used
+    )
     pipeline = process_group(model.axes.pp.name) if model.axes.pp.size > 1 else None
     device = device_of(model.tensors[0]) if model.tensors else torch.device("cpu")
-    return Ranks(model.groups, data, (*own, *data), pipeline, device)
+    return Ranks(model.groups, data, (*model_axes, *data), pipeline, device)
 
 
 def check_one_mesh(model: Census) -> None:
@@ -110,9 +112,9 @@ def gather_full(local: Tensor, layout: Layout, ranks: Ranks, *, rank0_only: bool
     if rank0_only and not (ranks.data_first(layout) and ranks.groups.counts(layout)):
         return None
     if not layout:
-        own = local.to_local() if isinstance(local, DTensor) else local
+        shard = local.to_local() if isinstance(local, DTensor) else local
         # Nothing was gathered, or full_tensor has returned the local memory: the result must be a copy
-        return value.clone() if value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() else value
+        return value.clone() if value.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else value
     return gather_shards(value, layout, rank0_only=rank0_only)
 
 
@@ -266,8 +268,8 @@ def _scatter(full: Tensor | None, shape: torch.Size, local: Tensor, sharding: Sh
 
 def _broadcast(value: Tensor | None, shape: torch.Size, local: Tensor, axes: Iterable[ProcessGroup]) -> Tensor:
     """Broadcasts the tensor of the first ranks along each of the axes."""
-    made = torch.empty(shape, dtype=local.dtype, device=device_of(local)) if value is None else value.contiguous()
-    if made.numel():
+    buffer = torch.empty(shape, dtype=local.dtype, device=device_of(local)) if value is None else value.contiguous()
+    if buffer.numel():
         for axis in axes:
-            dist.broadcast(as_bytes(made), group=axis, group_src=0)
-    return made
+            dist.broadcast(as_bytes(buffer), group=axis, group_src=0)
+    return buffer

@@ -45,7 +45,7 @@ class HeldState:
         kind = type(optimizer)
         # By name, since importing torch.distributed.optim would cost every user time
         # [Note: the state of ZeRO-1 is read from its inner optimizers]
-        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in kind.__mro__):
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__):
             inner = getattr(optimizer, "optim", None)
             if not isinstance(inner, Optimizer):
                 raise ValueError(
@@ -115,40 +115,42 @@ class HeldState:
         params = [param for group in self.inner.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
         groups = [
-            {**given, "params": [numbers[param] for param in group["params"]]}
-            for group, given in zip(self.inner.param_groups, options, strict=True)
+            {**saved, "params": [numbers[param] for param in group["params"]]}
+            for group, saved in zip(self.inner.param_groups, options, strict=True)
         ]
         # By the numbers of the inner optimizer, which under ZeRO-1 has some of the parameters
         kept = {numbers[param]: state for param, state in states.items() if param in numbers}
         self.inner.load_state_dict({"state": kept, "param_groups": groups})
         # Learning-rate schedulers change the outer groups, whose options each step copies to the inner ones
         if self.outer is not self.inner:
-            for group, given in zip(self.outer.param_groups, options, strict=True):
-                group.update({key: value for key, value in given.items() if key != "params"})
+            for group, saved in zip(self.outer.param_groups, options, strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 @functools.cache
 def hyperparameters() -> frozenset[str]:
     """Returns the options by which the classes of ``torch.optim`` differ: all but those that say how to compute, of
     which each version of torch has others."""
-    classes = [one for one in vars(torch.optim).values() if isinstance(one, type) and issubclass(one, Optimizer)]
-    names = {name for one in classes for name in inspect.signature(one).parameters}
+    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    names = {name for kind in classes for name in inspect.signature(kind).parameters}
     return frozenset(names) - {
         *("params", "defaults", "foreach", "maximize", "capturable", "differentiable", "fused"),
         "decoupled_weight_decay",
     }
 
 
-def check_class(held: HeldState, saved: Iterable[str], where: str) -> None:
+def check_class(state: HeldState, saved: Iterable[str], where: str) -> None:
     """Raises ValueError if the options of a parameter group, which were saved, are those of another class of optimizer
     than this one: its state would then lack what a step reads. Only options that an optimizer of torch has count."""
-    own, other = (set(names) & hyperparameters() for names in (held.inner.defaults, saved))
-    if own != other:
+    current, other = (set(names) & hyperparameters() for names in (state.inner.defaults, saved))
+    if current != other:
         more = "; ".join(
-            f"{what} {sorted(names)}" for what, names in (("it has no", own - other), ("it has", other - own)) if names
+            f"{what} {sorted(names)}"
+            for what, names in (("it has no", current - other), ("it has", other - current))
+            if names
         )
         raise ValueError(
-            f"optimizer: {type(held.inner).__name__} must be of the class of the one that was saved, whose options "
+            f"optimizer: {type(state.inner).__name__} must be of the class of the one that was saved, whose options "
             f"are others: {more}; see {where}"
         )
 

@@ -62,7 +62,7 @@ def whole_entries(
             has, or that has another shape.
     """
     first: dict[int, str] = {}
-    own: dict[str, WholeEntry] = {}
+    of_this_stage: dict[str, WholeEntry] = {}
     for name, entry in entries.items():
         tensor = None
         if isinstance(entry.value, Tensor):
@@ -70,29 +70,29 @@ def whole_entries(
         # Entries of one tensor are tied: the first name is that of all
         tied = first.setdefault(id(entry.value), name)
         value = entry.value if entry.extra and with_extra else None
-        own[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
-    found: dict[str, WholeEntry] = {}
-    for of_stage in over_stages(own, ranks):
-        for name, one in of_stage.items():
-            if name not in found:
-                found[name] = one
+        of_this_stage[name] = WholeEntry((ranks.stage,), tensor, tied, entry.copy_of, entry.extra, value)
+    merged: dict[str, WholeEntry] = {}
+    for of_stage in over_stages(of_this_stage, ranks):
+        for name, whole in of_stage.items():
+            if name not in merged:
+                merged[name] = whole
                 continue
-            other = found[name]
-            check_unique(name, (*other.stages, *one.stages), unique and name not in (one.copy_of, other.copy_of))
+            other = merged[name]
+            check_unique(name, (*other.stages, *whole.stages), unique and name not in (whole.copy_of, other.copy_of))
             # The original comes first, whose rank sends the tensor
-            found[name] = _merged(one, other) if other.copy_of == name else _merged(other, one)
-    for name, one in found.items():
-        original = found.get(one.copy_of)
+            merged[name] = _merged(whole, other) if other.copy_of == name else _merged(other, whole)
+    for name, whole in merged.items():
+        original = merged.get(whole.copy_of)
         # Without a pipeline the other stages are not known: a copy has its own name
-        if not one.copy_of or original is one or (original is None and ranks.pipeline is None):
+        if not whole.copy_of or original is whole or (original is None and ranks.pipeline is None):
             continue
-        if original is None or not one.tensor or not original.tensor or original.tensor.shape != one.tensor.shape:
+        if original is None or not whole.tensor or not original.tensor or original.tensor.shape != whole.tensor.shape:
             raise ValueError(
-                f"module: {name!r} is a copy of {one.copy_of!r}, which must be in a stage and have the same shape; see "
-                "declare_tied"
+                f"module: {name!r} is a copy of {whole.copy_of!r}, which must be in a stage and have the same shape; "
+                "see declare_tied"
             )
-        found[name] = one._replace(tied=original.tied)
-    return found
+        merged[name] = whole._replace(tied=original.tied)
+    return merged
 
 
 def _description(name: str, entry: Entry, tied: str) -> str:
@@ -125,18 +125,18 @@ def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:
     gathered = all_gather_along([(ranks.stage, dist.get_rank(), entries)], ranks.axes)
     first: dict[int, tuple[int, Mapping[str, str]]] = {}
     # In the order of ranks, so that all raise the same error
-    for stage, rank, own in sorted(gathered, key=lambda described: described[:2]):
-        other_rank, others = first.setdefault(stage, (rank, own))
-        for key in (*others, *own):
-            if others.get(key) != own.get(key):
-                here, there = (f"is {rows[key]}" if key in rows else "is missing" for rows in (others, own))
+    for stage, rank, descriptions in sorted(gathered, key=lambda described: described[:2]):
+        other_rank, others = first.setdefault(stage, (rank, descriptions))
+        for key in (*others, *descriptions):
+            if others.get(key) != descriptions.get(key):
+                here, there = (f"is {rows[key]}" if key in rows else "is missing" for rows in (others, descriptions))
                 raise ValueError(
                     f"{name}: {key!r} must be the same on all ranks that hold the model, and {here} on rank "
                     f"{other_rank}, {there} on rank {rank}"
                 )
         # Collectives follow the order of the entries: shards of two entries would be joined
-        if list(others) != list(own):
-            key = next(a for a, b in zip(others, own, strict=True) if a != b)
+        if list(others) != list(descriptions):
+            key = next(a for a, b in zip(others, descriptions, strict=True) if a != b)
             raise ValueError(
                 f"{name}: ranks {other_rank} and {rank} must have the entries in the same order, and differ from "
                 f"{key!r} on"
@@ -152,12 +152,12 @@ def check_unique(name: str, stages: tuple[int, ...], unique: bool = True) -> Non
         )
 
 
-def _merged(one: WholeEntry, other: WholeEntry) -> WholeEntry:
-    stages = one.stages + other.stages
-    return one._replace(stages=stages, tensor=one.tensor and one.tensor._replace(stages=stages))
+def _merged(entry: WholeEntry, other: WholeEntry) -> WholeEntry:
+    stages = entry.stages + other.stages
+    return entry._replace(stages=stages, tensor=entry.tensor and entry.tensor._replace(stages=stages))
 
 
-def gather_whole(one: WholeTensor, entry: Entry | None, ranks: Ranks, *, rank0_only: bool = False) -> Tensor | None:
+def gather_whole(tensor: WholeTensor, entry: Entry | None, ranks: Ranks, *, rank0_only: bool = False) -> Tensor | None:
     """Gathers a full tensor as :func:`gather_full`, for the ranks of all stages or for rank 0 of the first one;
     ``entry`` is this rank's.
 
@@ -165,41 +165,41 @@ def gather_whole(one: WholeTensor, entry: Entry | None, ranks: Ranks, *, rank0_o
     ``rank0_only`` that of the first ranks of each stage, and none for a tensor of the first stage.
     """
     full = None
-    if entry is not None and one.stages[0] == ranks.stage:
+    if entry is not None and tensor.stages[0] == ranks.stage:
         full = gather_full(entry.value, entry.layout, ranks, rank0_only=rank0_only)
-    return from_stage(full, one, ranks, rank0_only=rank0_only)
+    return from_stage(full, tensor, ranks, rank0_only=rank0_only)
 
 
-def from_stage(full: Tensor | None, one: WholeTensor, ranks: Ranks, *, rank0_only: bool) -> Tensor | None:
-    """Returns the full tensor that the first stage of ``one.stages`` has: on all stages, or on rank 0 of the first."""
-    source = one.stages[0]
+def from_stage(full: Tensor | None, tensor: WholeTensor, ranks: Ranks, *, rank0_only: bool) -> Tensor | None:
+    """Returns the full tensor of the first of ``tensor.stages``: on all stages, or on rank 0 of the first one."""
+    source = tensor.stages[0]
     # The first stage has it, or this rank is no first one, between which alone the broadcast is
     if ranks.pipeline is None or (rank0_only and (source == 0 or not ranks.stage_first)):
         return full
-    moved = _along_pipeline(full, one, source, ranks)
+    moved = _along_pipeline(full, tensor, source, ranks)
     return moved if ranks.first or not rank0_only else None
 
 
-def to_stages(full: Tensor | None, one: WholeTensor, ranks: Ranks) -> Tensor | None:
+def to_stages(full: Tensor | None, tensor: WholeTensor, ranks: Ranks) -> Tensor | None:
     """Returns, on the first ranks of the stages that have it, the full tensor that rank 0 of the first stage has.
 
     Communicates: one broadcast along the pipeline, between the first ranks of each stage; none for a tensor that only
     the first stage has.
     """
     # Only the first ranks of stages have a part in it: they scatter it to the others of their stage
-    if ranks.pipeline is None or one.stages == (0,) or not ranks.stage_first:
+    if ranks.pipeline is None or tensor.stages == (0,) or not ranks.stage_first:
         return full
-    moved = _along_pipeline(full, one, 0, ranks)
-    return moved if ranks.stage in one.stages else None
+    moved = _along_pipeline(full, tensor, 0, ranks)
+    return moved if ranks.stage in tensor.stages else None
 
 
-def _along_pipeline(full: Tensor | None, one: WholeTensor, source: int, ranks: Ranks) -> Tensor:
+def _along_pipeline(full: Tensor | None, tensor: WholeTensor, source: int, ranks: Ranks) -> Tensor:
     """Broadcasts the full tensor of one stage."""
     if full is None or ranks.stage != source:
         # Stages that do not have it receive it, too: a broadcast is a collective of the whole pipeline
-        sent = torch.empty(one.shape, dtype=one.dtype, device=ranks.device)
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
     else:
-        sent = full.detach().to(ranks.device, one.dtype).contiguous()
+        sent = full.detach().to(ranks.device, tensor.dtype).contiguous()
     if sent.numel():
         dist.broadcast(as_bytes(sent), group=ranks.pipeline, group_src=source)
-    return full if full is not None and ranks.stage == source else sent.to(one.device)
+    return full if full is not None and ranks.stage == source else sent.to(tensor.device)

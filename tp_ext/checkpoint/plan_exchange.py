@@ -41,33 +41,33 @@ def exchange_plans(
     group = (process_group or dist.group.WORLD) if dist.is_initialized() else None
     name = "" if group is None else group.group_name
     # The name of a destroyed group may come again, for other ranks
-    for destroyed in [known for known, one in _last.items() if not is_alive(one.group)]:
+    for destroyed in [known for known, agreed in _last.items() if not is_alive(agreed.group)]:
         del _last[destroyed]
     last = _last.pop(name, None)  # put back below if all has gone well: after an error plans are exchanged anew
-    own: list[RankPlan] = []
-    made: list[tuple[list[RankPlan], GlobalPlan]] = []
+    prepared: list[RankPlan] = []
+    combined: list[tuple[list[RankPlan], GlobalPlan]] = []
 
     def act() -> RankPlan | None:
-        own.append(prepare())
-        return None if last is not None and own[0] == last.own else own[0]
+        prepared.append(prepare())
+        return None if last is not None and prepared[0] == last.own else prepared[0]
 
     def combine(found: list[RankPlan | None]) -> list[tuple[list[int] | None, bool]]:
         # None of a rank: its plan is that of the last call, which the first rank has kept
         if last is not None and last.whole is not None and not any(found):
-            made.append((last.plans, last.whole))
+            combined.append((last.plans, last.whole))
             return [(None, True)] * len(found)
-        plans = [last.plans[rank] if one is None and last else one for rank, one in enumerate(found)]
+        plans = [last.plans[rank] if plan is None and last else plan for rank, plan in enumerate(found)]
         known = [plan for plan in plans if plan is not None]
-        made.append((known, GlobalPlan(known)))
+        combined.append((known, GlobalPlan(known)))
         kept = sum(len(plan.entries) for plan in known) <= _MAX_KEPT
-        return [(indices, kept) for indices in made[0][1].assigned]
+        return [(indices, kept) for indices in combined[0][1].assigned]
 
     assigned, kept = call_and_combine(process_group, act, combine)
     if assigned is None:
         assert last is not None
         assigned = last.assigned
-    plans, whole = made[0] if made else ([], None)
+    plans, whole = combined[0] if combined else ([], None)
     # combine has decided it for all: a rank that kept nothing would send its plan and others not
     if kept:
-        _last[name] = _Agreed(group, own[0], assigned, plans, whole)
+        _last[name] = _Agreed(group, prepared[0], assigned, plans, whole)
     return assigned, whole

@@ -89,19 +89,19 @@ def save_safetensors(
     whole = whole_entries(entries, ranks, with_extra=True, unique=True)
     published: dict[str, list[PublishedEntry]] = {}
     if expert_names is not None:
-        shapes = {name: one.tensor.shape for name, one in whole.items() if one.tensor}
+        shapes = {name: whole_entry.tensor.shape for name, whole_entry in whole.items() if whole_entry.tensor}
         published = published_entries(shapes, expert_names, "expert_names")
     # Every dtype is checked before the first tensor is gathered: an error must leave the old export, on all ranks
     written, parts = [], dict[str, tuple[str, PublishedEntry]]()
-    for name, one in whole.items():
-        tensor = check_dtype(name, one.tensor, one.value)
-        own = published.get(name, [PublishedEntry(name)])
-        if one.tied == name:
-            written += [(part.name, tensor._replace(shape=part.shape(tensor.shape))) for part in own]
-            parts |= {part.name: (name, part) for part in own}
+    for name, whole_entry in whole.items():
+        tensor = check_dtype(name, whole_entry.tensor, whole_entry.value)
+        own_parts = published.get(name, [PublishedEntry(name)])
+        if whole_entry.tied == name:
+            written += [(part.name, tensor._replace(shape=part.shape(tensor.shape))) for part in own_parts]
+            parts |= {part.name: (name, part) for part in own_parts}
         else:
-            tied = published.get(one.tied, [PublishedEntry(one.tied)])
-            for part, other in zip(own, tied, strict=True):
+            tied = published.get(whole_entry.tied, [PublishedEntry(whole_entry.tied)])
+            for part, other in zip(own_parts, tied, strict=True):
                 # A name that the user's metadata has already stays
                 head.setdefault(part.name, other.name)
     shards = split_into_files(written, max_shard_size)
@@ -109,11 +109,11 @@ def save_safetensors(
     gather_part = ExpertGather(ranks)
 
     def gather(name: str, tensor: WholeTensor) -> Tensor | None:
-        own, part = parts[name]
-        entry = entries.get(own)
+        source, part = parts[name]
+        entry = entries.get(source)
         if part.expert is None and part.part is None:
             return gather_whole(tensor, entry, ranks, rank0_only=True)
-        full = gather_part(own, entry, part) if entry is not None and tensor.stages[0] == ranks.stage else None
+        full = gather_part(source, entry, part) if entry is not None and tensor.stages[0] == ranks.stage else None
         return from_stage(full, tensor, ranks, rank0_only=True)
 
     def gathered(shard: FileEntries) -> Iterator[Tensor | None]:
@@ -237,7 +237,7 @@ def load_safetensors(
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
-            found = _match_sources(entries, lambda: _open_sources(Path(path), opened), strict, ranks, expert_names)
+            sources = _match_sources(entries, lambda: _open_sources(Path(path), opened), strict, ranks, expert_names)
         except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
         if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
@@ -246,7 +246,7 @@ def load_safetensors(
                 f"path: {os.fspath(path)!r} could not be read on another rank, whose error has the cause"
             )
         # All ranks have checked everything: from here on the model changes
-        for name, source in found.items():
+        for name, source in sources.items():
             entry = entries[name]
             if entry.extra:
                 entry.owner.set_extra_state(source.whole())
@@ -279,20 +279,20 @@ def _match_sources(
         for name, entry in entries.items():
             if entry.copy_of in sources:
                 sources.setdefault(name, sources[entry.copy_of])
-        held = {id(entry.value) for name, entry in entries.items() if name in sources}
-        missing = {name for name, entry in entries.items() if name not in sources and id(entry.value) not in held}
+        present = {id(entry.value) for name, entry in entries.items() if name in sources}
+        missing = {name for name, entry in entries.items() if name not in sources and id(entry.value) not in present}
         unexpected = {name for name, source in sources.items() if name not in entries and source.name == name}
         return set[str]().union(*(lacking.get(name, [name]) for name in missing)), unexpected
 
     reports = [unmatched()] if ranks.pipeline is None else call_and_gather(ranks.pipeline, unmatched)
     # A stage lacks only entries of its own, and every stage sees all names of the files
-    missing = sorted(set[str]().union(*(one for one, _ in reports)))
+    missing = sorted(set[str]().union(*(names for names, _ in reports)))
     unexpected = sorted(set[str].intersection(*(other for _, other in reports)))  # no stage takes it
     if strict and (missing or unexpected):
         raise KeyError(f"path: missing keys {_listed(missing)}, unexpected keys {_listed(unexpected)}")
-    found = {name: sources[name] for name in entries if name in sources}
-    of_tied = {id(entries[name].value): name for name in reversed(found)}
-    for name, source in found.items():
+    matched = {name: sources[name] for name in entries if name in sources}
+    of_tied = {id(entries[name].value): name for name in reversed(matched)}
+    for name, source in matched.items():
         entry, first = entries[name], of_tied[id(entries[name].value)]
         if not entry.extra and source.tensor.shape != entry.shape:
             raise ValueError(
@@ -300,9 +300,9 @@ def _match_sources(
                 "that of the unsharded module"
             )
         # By chunks: no rank reads the full tensors to compare them
-        if strict and source != found[first] and not _equal(source, found[first], entry):
+        if strict and source != matched[first] and not _equal(source, matched[first], entry):
             raise ValueError(f"path: {first!r} and {name!r} are one tensor in the module and must be equal")
-    return found
+    return matched
 
 
 def _listed(keys: list[str]) -> str:
@@ -321,28 +321,30 @@ def _join_experts(
     """
     shapes = {name: entry.shape for name, entry in entries.items() if not entry.extra}
     lacking: dict[str, list[str]] = {}
-    for own, published in published_entries(shapes, family, "expert_names").items():
-        missing = [one.name for one in published if one.name not in sources]
-        if own in sources:
-            raise ValueError(f"path: has {own!r}, and with expert_names={family!r} must have {published[0].name!r}, ..")
+    for name, published in published_entries(shapes, family, "expert_names").items():
+        missing = [part.name for part in published if part.name not in sources]
+        if name in sources:
+            raise ValueError(
+                f"path: has {name!r}, and with expert_names={family!r} must have {published[0].name!r}, .."
+            )
         # Without strict a layer may be absent, but half of one would be a wrong model
         if missing and len(missing) < len(published) and not strict:
-            raise KeyError(f"path: has only some of the entries of {own!r}, and lacks {_listed(missing)}")
+            raise KeyError(f"path: has only some of the entries of {name!r}, and lacks {_listed(missing)}")
         if not missing:
-            tensors = {one.name: sources[one.name].tensor for one in published}
-            joined = join_published(tensors, published, shapes[own])
-            for name in tensors:
-                del sources[name]
-            sources[own] = _StoredTensor(joined, own)
+            tensors = {part.name: sources[part.name].tensor for part in published}
+            joined = join_published(tensors, published, shapes[name])
+            for part_name in tensors:
+                del sources[part_name]
+            sources[name] = _StoredTensor(joined, name)
         else:
-            lacking[own] = missing
+            lacking[name] = missing
     return lacking
 
 
-def _equal(one: _StoredTensor, other: _StoredTensor, entry: Entry) -> bool:
+def _equal(source: _StoredTensor, other: _StoredTensor, entry: Entry) -> bool:
     """Returns True if two sources of one tensor are equal in the chunks that this rank holds."""
     for offsets, chunk, _ in entry.layout.local_chunks(entry.value)[1]:
         where = chunk_slices(offsets, chunk)
-        if not torch.equal(one.tensor[where], other.tensor[where]):
+        if not torch.equal(source.tensor[where], other.tensor[where]):
             return False
     return True

@@ -131,47 +131,47 @@ class GlobalPlan:
         owner: dict[_Id, int] = {}
         for rank, plan in enumerate(plans):
             for entry in plan.entries:
-                one = _id(entry)
-                if owner.setdefault(one, rank) != rank:
-                    shared.setdefault(one, [owner[one]]).append(rank)
+                chunk_id = _id(entry)
+                if owner.setdefault(chunk_id, rank) != rank:
+                    shared.setdefault(chunk_id, [owner[chunk_id]]).append(rank)
         load = [0] * len(plans)
         self.assigned: list[list[int]] = [[] for _ in plans]
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._properties: dict[torch.dtype, TensorProperties] = {}  # one object is pickled once, in 50 us
         for rank, plan in enumerate(plans):
             for index, entry in enumerate(plan.entries):
-                one = _id(entry)
-                if ranks := shared.pop(one, None):  # this is the first of them
-                    owner[one] = chosen = min(ranks, key=load.__getitem__)
+                chunk_id = _id(entry)
+                if ranks := shared.pop(chunk_id, None):  # this is the first of them
+                    owner[chunk_id] = chosen = min(ranks, key=load.__getitem__)
                     load[chosen] += 1 if isinstance(entry, str) else entry.dtype.itemsize * prod(entry.sizes)
                 # Not of shared entries but to the chosen rank, which comes at or after this one
-                if owner[one] == rank:
+                if owner[chunk_id] == rank:
                     self.assigned[rank].append(index)
                     self._add(entry)
-        for key, found in self._entries.items():
-            if isinstance(found, TensorStorageMetadata):
-                _check_whole(key, found)
+        for key, saved in self._entries.items():
+            if isinstance(saved, TensorStorageMetadata):
+                _check_whole(key, saved)
 
     def _add(self, entry: PlannedChunk | str) -> None:
         key = entry if isinstance(entry, str) else entry.key
-        found = self._entries.get(key)
+        saved = self._entries.get(key)
         # An entry that is no tensor is added once: if its key is known, another rank has a tensor there
-        if isinstance(entry, str) or isinstance(found, BytesStorageMetadata):
-            if found is not None:
+        if isinstance(entry, str) or isinstance(saved, BytesStorageMetadata):
+            if saved is not None:
                 raise ValueError(f"module: {key!r} is a tensor on one rank, and must be one on all")
             self._entries[key] = _BYTES
             return
-        if found is None:
+        if saved is None:
             if entry.dtype not in self._properties:
                 self._properties[entry.dtype] = TensorProperties(dtype=entry.dtype)
             properties = self._properties[entry.dtype]
-            found = self._entries[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
-        elif (found.size, found.properties.dtype) != (entry.shape, entry.dtype):
+            saved = self._entries[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+        elif (saved.size, saved.properties.dtype) != (entry.shape, entry.dtype):
             raise ValueError(
-                f"module: {key!r} has shape {tuple(found.size)} and {found.properties.dtype} on one rank, "
+                f"module: {key!r} has shape {tuple(saved.size)} and {saved.properties.dtype} on one rank, "
                 f"{entry.shape} and {entry.dtype} on another, and must be one tensor"
             )
-        found.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+        saved.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
 
     def metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str]) -> bytes:
         """Returns the file of the checkpoint's metadata, from the places of the assigned entries of each rank in its
@@ -216,24 +216,24 @@ def _check_names(plans: Sequence[RankPlan]) -> None:
     for plan in plans:
         for name in plan.names:
             stages.setdefault(name, set()).add(plan.stage)
-    for name, found in stages.items():
-        check_unique(name, tuple(sorted(found)))
+    for name, numbers in stages.items():
+        check_unique(name, tuple(sorted(numbers)))
 
 
-def _check_whole(key: str, found: TensorStorageMetadata) -> None:
+def _check_whole(key: str, saved: TensorStorageMetadata) -> None:
     """Raises ValueError unless the chunks are a partition of the tensor."""
     # Most entries without parallelism: the check below takes longer
-    if len(found.chunks) == 1 and found.chunks[0].sizes == found.size:
+    if len(saved.chunks) == 1 and saved.chunks[0].sizes == saved.size:
         return
-    held = sum(prod(chunk.sizes) for chunk in found.chunks)
-    if held != prod(found.size):
+    elements = sum(prod(chunk.sizes) for chunk in saved.chunks)
+    if elements != prod(saved.size):
         raise ValueError(
-            f"process_group: its ranks hold {held} elements of {key!r} and must hold all of its {prod(found.size)}; "
-            "all ranks of the model take part"
+            f"process_group: its ranks hold {elements} elements of {key!r} and must hold all of its {prod(saved.size)}"
+            "; all ranks of the model take part"
         )
     bounds = [
         tuple((int(begin), int(begin) + int(size)) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        for chunk in found.chunks
+        for chunk in saved.chunks
     ]
     if pair := overlapping(bounds):
         raise ValueError(

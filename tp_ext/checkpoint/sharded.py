@@ -70,7 +70,7 @@ def sharded_state(model: Census, optimizer: Optimizer | None) -> tuple[StateDict
             value = _as_chunked_tensor(value, entry.layout, chunks, owned=entry.copy_of != name)
         state["model"][name] = value
     if optimizer is not None:
-        held = HeldState(optimizer)
+        optimizer_state = HeldState(optimizer)
         state["optimizer"] = saved = {}
         params = model.optimized(optimizer)
         originals = {param.name for param in params if not param.copy}
@@ -80,7 +80,7 @@ def sharded_state(model: Census, optimizer: Optimizer | None) -> tuple[StateDict
             for key, value in param.options.items():
                 if key not in ("params", "param_names"):
                     saved[f"param_groups.{param.name}.{key}"] = value
-            for key, value in held.of(param.param).items():
+            for key, value in optimizer_state.of(param.param).items():
                 saved[f"state.{param.name}.{key}"] = shard_optimizer_state(key, value, param, chunks)
     return state, names
 
@@ -112,8 +112,10 @@ class LocalChunks:
         value, key = value.detach(), (layout, value.shape, value.stride())
         begin = int(value.storage_offset())
         if key not in self._known:
-            shape, held = self._groups.local_chunks(value, layout)
-            places = [(c.offsets, c.tensor.shape, int(c.tensor.storage_offset()) - begin, c.owned) for c in held]
+            shape, local_chunks = self._groups.local_chunks(value, layout)
+            places = [
+                (c.offsets, c.tensor.shape, int(c.tensor.storage_offset()) - begin, c.owned) for c in local_chunks
+            ]
             self._known[key] = shape, places
         shape, places = self._known[key]
         # Most tensors without parallelism: no new view
@@ -127,14 +129,14 @@ class LocalChunks:
 
 
 def _as_chunked_tensor(value: Tensor, layout: Layout, chunks: LocalChunks, *, owned: bool) -> Tensor:
-    shape, held = chunks.of(value, layout)
+    shape, local_chunks = chunks.of(value, layout)
     if not owned:
-        held = [chunk._replace(owned=False) for chunk in held]
+        local_chunks = [chunk._replace(owned=False) for chunk in local_chunks]
     if not value.dim():  # stagers do not treat a single number as a tensor
         return value.detach()
     if not shape.numel():  # no rank could hold a chunk of it
         return torch.empty(shape, dtype=value.dtype, device="cpu")
-    return ChunkedTensor(shape, held, dtype=value.dtype, device=value.device)
+    return ChunkedTensor(shape, local_chunks, dtype=value.dtype, device=value.device)
 
 
 def shard_optimizer_state(key: str, value: Any, of: OptimizedParameter, chunks: LocalChunks) -> Any:

@@ -88,9 +88,9 @@ def load_from(
     replaced: Exception | None = None
     for _ in range(_ATTEMPTS):
         try:
-            metadata, found = _open(reader, process_group, before)
+            metadata, result = _open(reader, process_group, before)
             _load(reader, metadata, module, optimizer, axes, process_group)
-            return found
+            return result
         except RetryError as error:  # on all ranks
             replaced = error
             # Opens the path anew
@@ -101,11 +101,11 @@ def load_from(
 def _open(reader: StorageReader, process_group: ProcessGroup | None, before: Callable[[], T]) -> tuple[Metadata, T]:
     """Opens one checkpoint, the same on all ranks; returns its metadata and the result of ``before``."""
     metadata: Metadata | None = None
-    found: T | None = None
+    result: T | None = None
 
     def read() -> str:
-        nonlocal metadata, found
-        metadata, found = reader.read_metadata(), before()
+        nonlocal metadata, result
+        metadata, result = reader.read_metadata(), before()
         # Other readers than ours have none: nothing to compare
         return getattr(reader, "identity", "")
 
@@ -113,7 +113,7 @@ def _open(reader: StorageReader, process_group: ProcessGroup | None, before: Cal
     if len(set(call_and_gather(process_group, read))) > 1:
         path = os.fspath(getattr(reader, "path", ""))
         raise RetryError(f"path: {path!r} must be one checkpoint on all ranks, and was replaced while they opened it")
-    return metadata, found  # type: ignore[return-value]
+    return metadata, result  # type: ignore[return-value]
 
 
 def _load(
@@ -145,7 +145,7 @@ def _check_keys(wanted: set[str], saved: set[str], process_group: ProcessGroup |
     """Raises KeyError on every rank if a rank misses a key, or if no rank expects one (pipeline stages have different
     keys)."""
     reports = all_gather_objects((wanted - saved, saved - wanted), process_group)
-    missing = set[str]().union(*(one for one, _ in reports))
+    missing = set[str]().union(*(names for names, _ in reports))
     unexpected = set[str].intersection(*(other for _, other in reports))
     if missing or unexpected:
         raise KeyError(f"checkpoint: missing keys {sorted(missing)}, unexpected keys {sorted(unexpected)}")
@@ -155,8 +155,8 @@ def _check_entries(flat: StateDict, metadata: Metadata) -> None:
     for key, value in flat.items():
         entry = metadata.state_dict_metadata[key]
         if isinstance(entry, TensorStorageMetadata) != isinstance(value, Tensor):
-            saved, own = ("a tensor", "none") if isinstance(entry, TensorStorageMetadata) else ("no tensor", "one")
-            raise TypeError(f"checkpoint: {key!r} is {saved} and must be {own}")
+            saved, wanted = ("a tensor", "none") if isinstance(entry, TensorStorageMetadata) else ("no tensor", "one")
+            raise TypeError(f"checkpoint: {key!r} is {saved} and must be {wanted}")
         if isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
             raise ValueError(
                 f"checkpoint: {key!r} has shape {tuple(entry.size)} and must have {tuple(value.shape)}, "
@@ -182,40 +182,44 @@ class _Destination:
         self.states: dict[Tensor, dict[str, tuple[str, Tensor | None]]] = {}  # per parameter: its entries
         if optimizer is None:
             return
-        self.held = held = HeldState(optimizer)
+        self.held = optimizer_state = HeldState(optimizer)
         chunks = LocalChunks(model.groups)
         saved_states, saved_options = (
             _by_name(metadata, "optimizer.state."),
             _by_name(metadata, "optimizer.param_groups."),
         )
         optimized = model.optimized(optimizer)
-        originals = {one.name: one for one in optimized if not one.copy}
+        originals = {parameter.name: parameter for parameter in optimized if not parameter.copy}
         self.copied: list[tuple[Tensor, Tensor]] = []  # copies of parameters that are here, too
         params = iter(optimized)
         for param_group in optimizer.param_groups:
             keys: dict[str, list[str]] = {}
             for _ in param_group["params"]:
-                one = next(params)
-                if one.name in saved_options:
-                    check_class(held, saved_options[one.name], f"optimizer.param_groups.{one.name}")
+                parameter = next(params)
+                if parameter.name in saved_options:
+                    check_class(
+                        optimizer_state, saved_options[parameter.name], f"optimizer.param_groups.{parameter.name}"
+                    )
                 # Of a parameter that was not saved one option is expected, so that it is reported as missing
-                for key, entry in saved_options.get(one.name, {"lr": None}).items():
-                    flat_key = f"optimizer.param_groups.{one.name}.{key}"
+                for key, entry in saved_options.get(parameter.name, {"lr": None}).items():
+                    flat_key = f"optimizer.param_groups.{parameter.name}.{key}"
                     keys.setdefault(key, []).append(flat_key)
                     self.flat[flat_key] = _option(entry)
                 # Under ZeRO-1 each rank loads the state of its own parameters
-                if not held.holds(one.param):
+                if not optimizer_state.holds(parameter.param):
                     continue
-                if one.copy and one.name in originals:
-                    self.copied.append((one.param, originals[one.name].param))
+                if parameter.copy and parameter.name in originals:
+                    self.copied.append((parameter.param, originals[parameter.name].param))
                     continue
-                states = self.states[one.param] = {}
-                for key, entry in saved_states.get(one.name, {}).items():
-                    flat_key = f"optimizer.state.{one.name}.{key}"
-                    value = state_to_load(key, entry, one, held)
+                states = self.states[parameter.param] = {}
+                for key, entry in saved_states.get(parameter.name, {}).items():
+                    flat_key = f"optimizer.state.{parameter.name}.{key}"
+                    value = state_to_load(key, entry, parameter, optimizer_state)
                     states[key] = flat_key, value
                     # DCP fills these chunks in place; other values are set by put_back
-                    self.flat[flat_key] = None if value is None else shard_optimizer_state(key, value, one, chunks)
+                    self.flat[flat_key] = (
+                        None if value is None else shard_optimizer_state(key, value, parameter, chunks)
+                    )
             self.options.append(keys)
 
     def check_options(self) -> None:
@@ -264,12 +268,12 @@ def check_writable(flat: StateDict) -> None:
 
 def _by_name(metadata: Metadata, prefix: str) -> dict[str, dict[str, Any]]:
     """Returns the entries below a prefix, by parameter and key."""
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         if key.startswith(prefix):
             name, _, last = key.removeprefix(prefix).rpartition(".")
-            found.setdefault(name, {})[last] = entry
-    return found
+            by_name.setdefault(name, {})[last] = entry
+    return by_name
 
 
 def _option(entry: Any) -> Tensor | None:
@@ -277,12 +281,12 @@ def _option(entry: Any) -> Tensor | None:
     return torch.zeros(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
 
 
-def state_to_load(key: str, entry: Any, of: OptimizedParameter, held: HeldState) -> Tensor | None:
+def state_to_load(key: str, entry: Any, of: OptimizedParameter, optimizer_state: HeldState) -> Tensor | None:
     """Returns the optimizer's tensor, or a new one as torch.optim would make it; None if the entry is no tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     param, dtype = of.param, entry.properties.dtype
-    current = held.of(param).get(key)
+    current = optimizer_state.of(param).get(key)
     # In place, unless the optimizer keeps a single number where the file has a tensor
     if isinstance(current, Tensor) and (current.dim() == 0) == (len(entry.size) == 0):
         return current

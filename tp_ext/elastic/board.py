@@ -43,7 +43,7 @@ class View(NamedTuple):
 
     @property
     def ids(self) -> list[str]:
-        return [one.id for one in self.members]
+        return [replica.id for replica in self.members]
 
     def text(self) -> str:
         return json.dumps(self)
@@ -51,7 +51,7 @@ class View(NamedTuple):
     @classmethod
     def of_text(cls, text: str) -> "View":
         number, members, fresh, source, step, out = json.loads(text)
-        return cls(number, tuple(Replica(*one) for one in members), tuple(fresh), source, step, tuple(out))
+        return cls(number, tuple(Replica(*fields) for fields in members), tuple(fresh), source, step, tuple(out))
 
 
 # [Note: the first proposal in the store decides]
@@ -94,10 +94,10 @@ class Board:
 
     def last_view(self, after: int) -> View | None:
         """Returns the newest view; None if there is none after the number ``after``."""
-        found = None
+        latest = None
         while (text := self.read(f"view/{after + 1}")) is not None:
-            found, after = text, after + 1
-        return None if found is None else View.of_text(found)
+            latest, after = text, after + 1
+        return None if latest is None else View.of_text(latest)
 
     def join(self, replica: Replica) -> None:
         """Says that a replica wants to take part."""
@@ -109,4 +109,4 @@ class Board:
             # A number without a replica: its rank has not written yet, or died before it did
             if number not in self._joined and (text := self.read(f"join/{number}")) is not None:
                 self._joined[number] = Replica(*json.loads(text))
-        return [one for _, one in sorted(self._joined.items())]
+        return [replica for _, replica in sorted(self._joined.items())]

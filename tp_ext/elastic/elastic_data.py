@@ -101,8 +101,8 @@ class ElasticData:
         self._timeout, self._silence, self._least = timeout, timeout / 4, min_replicas
         self.step = 0
         self.replicas: tuple[str, ...] = ()
-        given = json.dumps([replica, timeout, min_replicas])
-        reports = call_and_gather(group, lambda: (given, secrets.token_hex(8)))
+        options = json.dumps([replica, timeout, min_replicas])
+        reports = call_and_gather(group, lambda: (options, secrets.token_hex(8)))
         for rank, (other, _) in enumerate(reports):
             if other != reports[0][0]:
                 raise ValueError(
@@ -175,7 +175,7 @@ class ElasticData:
         while not self._summed(mean, self._view):
             self._enter(self._following(self._view, self._survivors))
         mean.install()
-        self.replicas = tuple(one.name for one in self._view.members)
+        self.replicas = tuple(replica.name for replica in self._view.members)
         self._next = "commit"
 
     def commit(self) -> None:
@@ -213,7 +213,7 @@ class ElasticData:
             if last is not None and self._id in last.ids:
                 return self._enter(last)
             joiners = self._proposals.joiners(last)
-            ready = len(joiners) >= self._least and any(one.id == self._id for one in joiners)
+            ready = len(joiners) >= self._least and any(joiner.id == self._id for joiner in joiners)
             gone = set() if last is None else self._pulse.gone(last.ids)
             # If no member of the last view is alive, the waiting replicas start again from the weights of one of them
             if ready and (last is None or gone >= set(last.ids)):
@@ -275,7 +275,7 @@ class ElasticData:
 
     def _move(self, view: View, phase: str) -> None:
         """Moves weights and states from one member to those that are new, each rank to the one of the same number."""
-        ids = [view.source, *(one for one in view.fresh if one != view.source)]
+        ids = [view.source, *(replica for replica in view.fresh if replica != view.source)]
         if len(ids) == 1:
             return
         gives = self._id == view.source
@@ -318,8 +318,8 @@ class ElasticData:
         until = time.monotonic() + 2 * self._silence
         gone: set[str] = set()
         while not gone and time.monotonic() < until:
-            if (found := self._board.last_view(view.number)) is not None:
-                return found
+            if (later := self._board.last_view(view.number)) is not None:
+                return later
             gone = self._pulse.gone(view.ids)
             if self._id in gone:
                 raise self._lost("one of its ranks died")
@@ -419,10 +419,10 @@ class _StepContext:
     ) -> None:
         if error is None:
             return
-        found = self._elastic._leave(error)
-        if found is not error:
-            raise found from error
+        raised = self._elastic._leave(error)
+        if raised is not error:
+            raise raised from error
 
 
 def _before(act: str) -> str:
-    return next(one for one, following in _NEXT.items() if following == act)
+    return next(previous for previous, following in _NEXT.items() if following == act)

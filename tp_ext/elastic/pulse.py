@@ -43,7 +43,7 @@ class Pulse:
     def gone(self, replicas: Iterable[str]) -> set[str]:
         """Returns those of the replicas that are gone. It has to be called again and again: a first look cannot tell
         since when a rank is silent."""
-        return self._look({self._key(one, rank): one for one in replicas for rank in range(self._size)})
+        return self._look({self._key(replica, rank): replica for replica in replicas for rank in range(self._size)})
 
     def others_gone(self, replica: str) -> bool:
         """Returns whether another rank of this rank's replica is gone; as :meth:`gone`."""
@@ -56,14 +56,14 @@ class Pulse:
         # A store that does not answer has no sign of life of anybody: that time says nothing about the ranks. The
         # server of torch's TCPStore stands still while it looks up the name of a new connection's address
         unknown = now - asked
-        found = set()
+        silent = set()
         for (key, replica), value in zip(keys.items(), values, strict=True):
             before, since = self._seen.get(key, (b"", now))
             since = now if before != value else since + unknown
             self._seen[key] = value, since
             if value == LEFT.encode() or now - since >= self._silence:
-                found.add(replica)
-        return found
+                silent.add(replica)
+        return silent
 
     def _beat(self, store: dist.Store) -> None:
         number = 0

@@ -105,13 +105,13 @@ class Census:
             ValueError: that group has other ranks than each of the model's groups, but those of experts; two groups
                 overlap and are no axes of one mesh.
         """
-        found = axes_of_groups(self.groups_in_use())
+        groups = axes_of_groups(self.groups_in_use())
         if self.axes.tp is NOT_GIVEN:
-            return found
+            return groups
         group, argument = parallel_group(self.axes.tp).plain(), self.axes.argument
         ranks = tuple(group.ranks)
         # Experts are sharded over data ranks, which say nothing about the tensor-parallel axis
-        theirs = {tuple(global_ranks(name)) for name in found.within} - {tuple(self.axes.ep.ranks)}
+        theirs = {tuple(global_ranks(name)) for name in groups.within} - {tuple(self.axes.ep.ranks)}
         if theirs and ranks not in theirs:
             names = " or ".join(_shown(members) for members in sorted(theirs))
             raise ValueError(
@@ -122,7 +122,7 @@ class Census:
             raise ValueError(
                 f"{argument}: {_shown(ranks)} must be that of the model's layers, which were made without one"
             )
-        return found if theirs else axes_of_groups([group, *self.groups_in_use()])
+        return groups if theirs else axes_of_groups([group, *self.groups_in_use()])
 
     def groups_in_use(self) -> Iterator[ParallelGroup]:
         """Yields the group of each layer and those of all layouts, in the order of the modules, some repeatedly."""
@@ -140,12 +140,12 @@ class Census:
     @property
     def sharded_over(self) -> dict[tuple[int, ...], str]:
         """The ranks of each group over which parameters are sharded -> the name of the first of them."""
-        found: dict[tuple[int, ...], str] = {}
+        names: dict[tuple[int, ...], str] = {}
         for name, entry in self.parameters.items():
             for _, group in entry.layout:
                 if group.size > 1:
-                    found.setdefault(tuple(group.ranks), name)
-        return found
+                    names.setdefault(tuple(group.ranks), name)
+        return names
 
     @cached_property
     def parameters(self) -> dict[str, Entry]:
@@ -250,8 +250,8 @@ def _default_group(modules: Modules, axes: MeshAxes, assumed: ParallelGroup) -> 
     )
     if axes.tp is not NOT_GIVEN:
         return parallel_group(axes.tp).plain()
-    found = axes_of_groups(_groups_in_use(modules)).axes
-    return found[0] if len(found) == 1 else assumed
+    in_use = axes_of_groups(_groups_in_use(modules)).axes
+    return in_use[0] if len(in_use) == 1 else assumed
 
 
 def copies_in(modules: Sequence[nn.Module]) -> dict[int, str]:
@@ -260,18 +260,18 @@ def copies_in(modules: Sequence[nn.Module]) -> dict[int, str]:
     Raises:
         ValueError: a module no longer has a parameter that was declared, for example since it is parametrized.
     """
-    found: dict[int, str] = {}
+    originals: dict[int, str] = {}
     for module in modules:
         for local, original in module.__dict__.get("tp_copies", {}).items():
             param = module._parameters.get(local)
             if param is None:
                 raise ValueError(f"module: {local!r}, a copy of {original!r}, must still be a parameter of its module")
-            found[id(param)] = original
-    for module in modules if found else ():
+            originals[id(param)] = original
+    for module in modules if originals else ():
         for local, param in module._parameters.items():
             if param is not None and local not in module.__dict__.get("tp_copies", ()):
-                found.pop(id(param), None)  # the original itself
-    return found
+                originals.pop(id(param), None)  # the original itself
+    return originals
 
 
 def holds_experts(module: nn.Module) -> bool:

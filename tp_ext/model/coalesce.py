@@ -126,7 +126,9 @@ def _splitting_schedule() -> str:
         schedule = frame.f_locals.get("self") if frame.f_code.co_filename == getattr(known, "__file__", "") else None
         if schedule is not None:
             orders = getattr(schedule, "pipeline_order", None) or {}
-            kinds = {one.computation_type.name for order in orders.values() for one in order if one is not None}
+            kinds = {
+                action.computation_type.name for order in orders.values() for action in order if action is not None
+            }
             return type(schedule).__name__ if "BACKWARD_INPUT" in kinds else ""
         frame = frame.f_back
     return ""

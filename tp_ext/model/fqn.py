@@ -132,12 +132,12 @@ def layout_of(module: nn.Module, name: str, group: ParallelGroup = ALONE) -> Lay
     The tensors by which ``torch.nn.utils.prune`` replaces it (``weight_orig``, ``weight_mask``) have the same one. A
     module that is no :class:`ParallelModule` may declare ``tp_shardings`` over ``group`` in place of layouts.
     """
-    own = module.__dict__
-    if "tp_layouts" in own:
-        table: dict[str, Layout] = own["tp_layouts"]
+    attributes = module.__dict__
+    if "tp_layouts" in attributes:
+        table: dict[str, Layout] = attributes["tp_layouts"]
         return table.get(name) or table.get(unpruned(name)) or Layout()
-    if "tp_shardings" in own:
-        declared: dict[str, Sharding | None] = own["tp_shardings"]
+    if "tp_shardings" in attributes:
+        declared: dict[str, Sharding | None] = attributes["tp_shardings"]
         sharding = declared.get(name, declared.get(unpruned(name)))
         return Layout() if sharding is None else Layout((sharding, group))
     return Layout()

@@ -40,8 +40,8 @@ class ShardingView(MutableMapping[str, Sharding | None]):
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
     """Returns the layouts of the module's own parameters, by local name; none for a module that declares none."""
-    own: dict[str, Layout] = module.__dict__.get("tp_layouts", {})
-    return own
+    layouts: dict[str, Layout] = module.__dict__.get("tp_layouts", {})
+    return layouts
 
 
 class _DeclaredLayouts(dict[str, Layout]):

@@ -103,16 +103,16 @@ def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
     largest = [rank for rank in ranks if not any(set(rank) < set(other) for other in ranks)]
     # Of groups that overlap otherwise no rank could know which others hold its shard
     # [Note: a layout is a tuple of shardings and groups]
-    for i, one in enumerate(largest):
+    for i, members in enumerate(largest):
         for other in largest[:i]:
-            if len(set(one) & set(other)) > 1:
+            if len(set(members) & set(other)) > 1:
                 raise ValueError(
-                    f"group: the model's groups of ranks {list(other)} and {list(one)} share several ranks, and must "
-                    "be axes of one mesh, or one within the other"
+                    f"group: the model's groups of ranks {list(other)} and {list(members)} share several ranks, and "
+                    "must be axes of one mesh, or one within the other"
                 )
     within = {}
     for name, members in names.items():
         index = next(i for i, axis in enumerate(largest) if set(members) <= set(axis))
         within[name] = index, largest[index][0] in members
-    axes = tuple(ranks[one] for one in largest)
+    axes = tuple(ranks[members] for members in largest)
     return ModelGroups(axes, within)

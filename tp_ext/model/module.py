@@ -180,9 +180,9 @@ class ParallelModule(nn.Module):
         self.tp_shardings.update(shardings)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        own = self._parameters.get(name)  # None while a parametrization is registered or removed
+        registered = self._parameters.get(name)  # None while a parametrization is registered or removed
         # Only a parameter of another layer has a layout already: the two are tied
-        if own is not None and own is not param and hasattr(param, "tp_layout"):
+        if registered is not None and registered is not param and hasattr(param, "tp_layout"):
             self.tied.add(name)
         Carriers.changes += 1
         super().register_parameter(name, param)
@@ -284,22 +284,22 @@ class ParallelModule(nn.Module):
         Returns:
             A tensor; None if the parameter was registered as None (``bias=False``).
         """
-        own = self.__dict__  # faster: nn.Module finds parameters only after a failed look-up of everything else
+        attributes = self.__dict__  # faster: nn.Module finds parameters only after a failed look-up of everything else
         if given is None:
-            if name in own["_coalesced"]:
-                return own["_coalesced"][name]
-            parameters = own["_parameters"]
+            if name in attributes["_coalesced"]:
+                return attributes["_coalesced"][name]
+            parameters = attributes["_parameters"]
             given = parameters[name] if name in parameters else getattr(self, name)
         if given is None or operator_sums:
             return given
-        group = own["tp_group"]
-        if own["_gathered"]:
+        group = attributes["tp_group"]
+        if attributes["_gathered"]:
             given = self._all_gathered(name, given)
-        if name in own["_copied"]:
-            return _ops.copy_replicas_to_region(self._entering(name, given), group.name, *own["_copied"][name])
-        if own["sequence_parallel"] and group.size > 1 and self._replicated(name):
+        if name in attributes["_copied"]:
+            return _ops.copy_replicas_to_region(self._entering(name, given), group.name, *attributes["_copied"][name])
+        if attributes["sequence_parallel"] and group.size > 1 and self._replicated(name):
             # A layer built in blocks sums the gradient over its tokens' blocks itself
-            if own["invariant_blocks"] is not None:
+            if attributes["invariant_blocks"] is not None:
                 return given
             return _ops.copy_to_region(given, group.name)
         return given

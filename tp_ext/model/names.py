@@ -139,21 +139,21 @@ def _full(module: nn.Module, local: str) -> str:
 
 def _draws(module: nn.Module) -> bool:
     """Returns whether the module has parameters or buffers that it draws itself."""
-    own = [local for local, param in module._parameters.items() if param is not None]
+    names = [local for local, param in module._parameters.items() if param is not None]
     if isinstance(module, ParametrizationList):
         return False  # its module draws what is parametrized
     if isinstance(module, ParallelModule):
-        if added := sorted(set(own) - set(module._inits)):
+        if added := sorted(set(names) - set(module._inits)):
             raise ValueError(
                 f"module: {_full(module, added[0])!r} has no initialiser; add it to {type(module).__name__} by "
                 "add_parameter()"
             )
         return bool(module._inits)
     if callable(getattr(module, "reset_parameters", None)) or callable(getattr(module, "_reset_parameters", None)):
-        return bool(own or module._buffers)
-    if own:
+        return bool(names or module._buffers)
+    if names:
         raise ValueError(
-            f"module: {_full(module, own[0])!r} belongs to a {type(module).__name__}, which must have "
+            f"module: {_full(module, names[0])!r} belongs to a {type(module).__name__}, which must have "
             "reset_parameters()"
         )
     return False
@@ -161,13 +161,13 @@ def _draws(module: nn.Module) -> bool:
 
 def _reset_by(module: Any, seed: int, drawn: dict[int, Tensor]) -> None:
     """Calls ``reset_parameters`` of a module that is not ours, and leaves what is ``drawn`` already."""
-    own = {local: param for local, param in module._parameters.items() if param is not None}
+    params = {local: param for local, param in module._parameters.items() if param is not None}
     # A weight that is tied to a layer's was drawn as that layer's, and reset_parameters draws all of them
-    kept = {local: param.detach().clone() for local, param in own.items() if id(param) in drawn}
-    for local, param in own.items():
+    kept = {local: param.detach().clone() for local, param in params.items() if id(param) in drawn}
+    for local, param in params.items():
         if isinstance(param, DTensor):  # drawn in full, as in one process; of that this rank keeps its slice
             module._parameters[local] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=param.device))
-    tensors = [*own.values(), *(b for b in module._buffers.values() if b is not None)]
+    tensors = [*params.values(), *(b for b in module._buffers.values() if b is not None)]
     device = tensors[0].device if tensors else torch.device("cpu")
     try:
         with OwnRandomNumbers(0, device, seed):
@@ -175,8 +175,8 @@ def _reset_by(module: Any, seed: int, drawn: dict[int, Tensor]) -> None:
         full = {local: param.detach() for local, param in module._parameters.items() if param is not None}
     finally:
         # Also after an error, which must not leave full tensors in the place of FSDP2's
-        module._parameters.update(own)
-    for local, param in own.items():
+        module._parameters.update(params)
+    for local, param in params.items():
         if local in kept:
             param.copy_(kept[local])
         elif isinstance(param, DTensor):

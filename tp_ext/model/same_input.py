@@ -55,19 +55,19 @@ def enable(on: bool = True) -> compare_inputs:
     return compare_inputs(on)
 
 
-def check_same_input(name: str, given: Tensor, group: ParallelGroup) -> None:
-    """Raises on every rank unless ``given``, an integer tensor, has the same values on all ranks of the group."""
+def check_same_input(name: str, tensor: Tensor, group: ParallelGroup) -> None:
+    """Raises on every rank unless ``tensor``, an integer tensor, has the same values on all ranks of the group."""
     if group.size == 1 or torch.compiler.is_compiling():
         return
-    ranks, values = process_group(group.name), given.detach().long()
+    ranks, values = process_group(group.name), tensor.detach().long()
     # As long on all ranks, whatever their shapes: an exchange of unequal lengths would fail and not say why
     shape = [*values.shape, *[-1] * 8][:8]
     mine = torch.cat([torch.tensor(shape, device=values.device), checksum(bits_of(values))])
     everyone = _all_gather_values(mine, ranks).tolist()
-    if all(one == everyone[0] for one in everyone):
+    if all(row == everyone[0] for row in everyone):
         return
     rule = "must be the same on all ranks of a tensor-parallel group, which read one batch"
-    shapes = [[n for n in one[:8] if n >= 0] for one in everyone]
+    shapes = [[n for n in row[:8] if n >= 0] for row in everyone]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: {rule}; the shapes are {shapes}, p = {group.size}")
     # Only here, where the shapes agree and there is an error to explain, do values travel

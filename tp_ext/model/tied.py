@@ -33,6 +33,6 @@ def declare_tied(stage: nn.Module, copies: Mapping[str, str]) -> None:
         owner = dict(stage.named_modules()).get(name.rpartition(".")[0])
         local = name.rpartition(".")[2]
         if owner is None or owner._parameters.get(local) is None:
-            known = [one for one, _ in stage.named_parameters()]
+            known = [parameter for parameter, _ in stage.named_parameters()]
             raise ValueError(f"copies: {name!r} must be a parameter of the stage, one of {known}")
         owner.tp_copies = {**owner.__dict__.get("tp_copies", {}), local: original}

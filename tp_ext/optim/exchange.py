@@ -78,22 +78,22 @@ class Exchange:
             if used:
                 self._hops.append(hop)
 
-    def __call__(self, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Returns the items that reach this rank, by index; ``given`` are those that it is the source of.
+    def __call__(self, local: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Returns the items that reach this rank, by index; ``local`` are those that it is the source of.
 
         Communicates: one all-to-all along each axis along which an item goes.
         """
         # Of the items that this rank has or has received so far: it passes them on along the next axis
-        held = dict(given)
+        tensors = dict(local)
         for group, sent, received in self._hops:
             send = torch.empty(sum(self._sizes(sent)), dtype=torch.uint8, device=self.device)
             receive = torch.empty(sum(self._sizes(received)), dtype=torch.uint8, device=self.device)
             for index, view in self._views(send, sent):
-                view.copy_(held[index])
+                view.copy_(tensors[index])
             # As bytes: items of several dtypes go in one collective
             dist.all_to_all_single(receive, send, self._sizes(received), self._sizes(sent), group=group)
-            held.update(self._views(receive, received))
-        return {index: tensor for index, tensor in held.items() if self.rank in self.items[index].targets}
+            tensors.update(self._views(receive, received))
+        return {index: tensor for index, tensor in tensors.items() if self.rank in self.items[index].targets}
 
     def _sizes(self, lists: list[list[int]]) -> list[int]:
         return [sum(self.items[index].bytes for index in of_one) for of_one in lists]

@@ -83,11 +83,11 @@ def shard_of(param: Tensor, layout: Layout) -> ShardOf:
     """
     shape, chunks = layout.local_chunks(param)
     local = local_tensor(param)
-    held = []
+    held_chunks = []
     for offsets, view, owned in chunks:
         start = start_of(view, local)
-        held.append(HeldChunk(Chunk(offsets, tuple(view.shape)), start, owned))
-    return ShardOf(tuple(shape), tuple(_matrices(shape, layout)), tuple(held))
+        held_chunks.append(HeldChunk(Chunk(offsets, tuple(view.shape)), start, owned))
+    return ShardOf(tuple(shape), tuple(_matrices(shape, layout)), tuple(held_chunks))
 
 
 def _matrices(shape: torch.Size, layout: Layout) -> Iterator[Chunk]:

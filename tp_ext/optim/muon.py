@@ -123,11 +123,11 @@ class Muon(Optimizer):
             "adamw_eps": adamw_eps,
         }
         # In the groups, not in two optimizers: checkpoints and schedulers know one
-        matrices = [{**one, "use_muon": True} for one in _groups(params)]
-        others = [{**one, "use_muon": False} for one in _groups(adamw_params)]
+        matrices = [{**options, "use_muon": True} for options in _groups(params)]
+        others = [{**options, "use_muon": False} for options in _groups(adamw_params)]
         # Matrices first: the number of a parameter, which ranks compare, is its place in this order
         super().__init__([*matrices, *others], defaults)
-        carried = [hasattr(param, "tp_layout") for one in self.param_groups for param in one["params"]]
+        carried = [hasattr(param, "tp_layout") for options in self.param_groups for param in options["params"]]
         # With a model its census has warned
         if model is None and group is not NOT_GIVEN and all(carried):
             warn_unneeded_group()
@@ -232,7 +232,7 @@ class Muon(Optimizer):
             return
         keys = all_gather_along([key], groups)  # for the message alone
         some = min(number for key in keys for number in key if any(number not in other for other in keys))
-        have = [rank for rank, one in enumerate(keys) if some in one]
+        have = [rank for rank, parameters in enumerate(keys) if some in parameters]
         raise ValueError(
             f"params: the parameters with gradients must be the same on all ranks; parameter {some} has one on {have} "
             f"alone of the {len(keys)} ranks that share the matrices"
@@ -249,18 +249,18 @@ class Muon(Optimizer):
         return grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
 
     def _planned(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> list[MatrixBucket]:
-        found = [self._placed.layout(param, number) for param, _, number in matrices]
-        axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in found))
-        shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, found, strict=True)]
+        layouts = [self._placed.layout(param, number) for param, _, number in matrices]
+        axes, device = self._placed.ranks((param for param, _, _ in matrices), (layout for _, layout in layouts))
+        shards = [shard_of(param, layout) for (param, _, _), (_, layout) in zip(matrices, layouts, strict=True)]
         reports = _shards_of_all(shards, axes)
         # Gram matrices are sums over what each rank holds
-        self._in_blocks = any(layout.blocks for _, layout in found)
+        self._in_blocks = any(layout.blocks for _, layout in layouts)
         form = "gather" if self._in_blocks else self._form
         work_options = MuonOptions(axes, device, self._ns_dtype, form, self._bucket_bytes)
         steps = [options["ns_steps"] for _, options, _ in matrices]
         return [
             MatrixBucket(assigned, shards, work_options)
-            for assigned in buckets(find_matrices(reports, [name for name, _ in found]), steps, work_options)
+            for assigned in buckets(find_matrices(reports, [name for name, _ in layouts]), steps, work_options)
         ]
 
     def _step_adamw(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -297,10 +297,10 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     """Returns parameters in a form that ``torch.optim`` takes as groups."""
     if isinstance(params, Tensor):
         raise TypeError(f"params: a tensor of shape {tuple(params.shape)} must be an iterable of parameters or groups")
-    given = list(params)
-    if given and isinstance(given[0], dict):
-        return given
-    return [{"params": given}]
+    groups = list(params)
+    if groups and isinstance(groups[0], dict):
+        return groups
+    return [{"params": groups}]
 
 
 def _check_muon_options(options: dict[str, Any]) -> None:
@@ -333,5 +333,5 @@ def _shards_of_all(shards: list[ShardOf], axes: DataAxes) -> list[list[ShardOf]]
     reports = [shards]
     for axis in reversed(axes.axes):
         gathered: Iterable[list[list[ShardOf]]] = all_gather_objects(reports, process_group(axis.name))
-        reports = [one for of_rank in gathered for one in of_rank]
+        reports = [report for of_rank in gathered for report in of_rank]
     return reports

@@ -70,13 +70,13 @@ class Placed:
             layout = Layout((sharding, parallel_group(self._group)))
         return name, layout or Layout()
 
-    def ranks(self, params: Iterable[Tensor], found: Iterable[Layout]) -> tuple[DataAxes, torch.device]:
+    def ranks(self, params: Iterable[Tensor], layouts: Iterable[Layout]) -> tuple[DataAxes, torch.device]:
         """Returns the axes of the ranks that hold these parameters, and the device on which they communicate."""
         if self.model is not None:
             return _axes(census(self.model, mesh_axes(self._group, self._mesh)))
         # A census needs a module: this one has the parameters and layouts that the optimizer was given
         carrier = nn.Module()
-        carrier.tp_layouts = {str(i): layout for i, layout in enumerate(found)}  # type: ignore[assignment]
+        carrier.tp_layouts = {str(i): layout for i, layout in enumerate(layouts)}  # type: ignore[assignment]
         for index, param in enumerate(params):
             carrier.register_parameter(str(index), nn.Parameter(param, requires_grad=False))
         return _axes(census(carrier, mesh_axes(NOT_GIVEN, self._mesh)))
@@ -88,9 +88,9 @@ def _axes(model: Census) -> tuple[DataAxes, torch.device]:
     members = [set(dist.get_process_group_ranks(group)) for group in ranks.stage_axes]
     groups = [
         group
-        for group, own in zip(ranks.stage_axes, members, strict=True)
+        for group, members_of_axis in zip(ranks.stage_axes, members, strict=True)
         # A group within a data axis would count the ranks of that axis twice
-        if len(own) > 1 and not any(own < other for other in members)
+        if len(members_of_axis) > 1 and not any(members_of_axis < other for other in members)
     ]
     return DataAxes(tuple(map(parallel_group, reversed(groups)))), ranks.device
 

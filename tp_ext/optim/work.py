@@ -102,17 +102,17 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
                 f"{len(first)} of shapes {[shape for shape, _ in first]}, rank {rank} has {len(kinds)} of shapes "
                 f"{[shape for shape, _ in kinds]}"
             )
-    found = []
+    matrices = []
     for index, first_shard in enumerate(reports[0]):
         for chunk in first_shard.matrices:
             sources: dict[Chunk, list[int]] = {}
             holders: dict[Chunk, list[int]] = {}
             for rank, shards in enumerate(reports):
-                for held in shards[index].held:
+                for held_chunk in shards[index].held:
                     # A matrix is a part of a parameter (q of q | k | v), a rank's chunk a part of both
-                    if common := held.chunk.within(chunk):
+                    if common := held_chunk.chunk.within(chunk):
                         holders.setdefault(common, []).append(rank)
-                        if held.owned:
+                        if held_chunk.owned:
                             sources.setdefault(common, []).append(rank)
             # Sources alone, without copies: their sizes add up to the matrix
             if (numel := sum(source.numel for source in sources)) != chunk.numel:
@@ -120,7 +120,7 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
                     f"params: {names[index]} of full shape {first_shard.shape}: the ranks must hold each of the "
                     f"{chunk.numel} elements of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, and hold {numel}"
                 )
-            found.append(
+            matrices.append(
                 Matrix(
                     index,
                     chunk,
@@ -128,7 +128,7 @@ def find_matrices(reports: Sequence[Sequence[ShardOf]], names: Sequence[str]) ->
                     {part: tuple(ranks) for part, ranks in holders.items()},
                 )
             )
-    return found
+    return matrices
 
 
 def buckets(matrices: Sequence[Matrix], steps: Sequence[int], options: MuonOptions) -> Iterator[list[Assigned]]:

@@ -35,20 +35,20 @@ Original = Callable[..., Any]
 
 def has_shards(model: nn.Module) -> bool:
     """Returns whether values of the model's state dict are given a place."""
-    return any(is_placed(one.tensor, one.layout) for module in model.modules() for one in held_by(module))
+    return any(is_placed(value.tensor, value.layout) for module in model.modules() for value in held_by(module))
 
 
 def _other_rank() -> bool:
     return dist.is_initialized() and dist.get_rank() > 0
 
 
-def copied(original: Original, given: Any, *args: Any, **options: Any) -> Any:
-    made = original(given, *args, **options)
-    place = found_place(given)
+def copied(original: Original, value: Any, *args: Any, **options: Any) -> Any:
+    copy = original(value, *args, **options)
+    place = found_place(value)
     # Copies that torch makes, on the CPU for example, have no attributes
-    if place is not None and isinstance(made, Tensor) and made is not given:
-        put_place(made, place)
-    return made
+    if place is not None and isinstance(copy, Tensor) and copy is not value:
+        put_place(copy, place)
+    return copy
 
 
 def get_model(original: Original, model: nn.Module, info: Any) -> Any:
@@ -71,8 +71,8 @@ def get_model(original: Original, model: nn.Module, info: Any) -> Any:
 
 def load_model(original: Original, model: nn.Module, state_dict: Any, info: Any) -> Any:
     # Where rank 0 broadcasts, an empty state of another rank is no empty state
-    given = state_dict or info.broadcast_from_rank0
-    if not (info.handle_model and info.full_state_dict and given and has_shards(model)):
+    has_state = state_dict or info.broadcast_from_rank0
+    if not (info.handle_model and info.full_state_dict and has_state and has_shards(model)):
         return original(model, state_dict, info)
     load_full_state_dict(model, state_dict, strict=info.strict, broadcast_from_rank0=info.broadcast_from_rank0)
     names = census(model).state().keys()
@@ -87,8 +87,8 @@ def _layouts_known(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Itera
     known = census(model)
     try:
         for optimizer in optimizers:
-            held = HeldState(optimizer)
-            if held.group is not None:
+            state = HeldState(optimizer)
+            if state.group is not None:
                 raise ValueError(
                     f"optimizers: {type(optimizer).__name__} must not be given, whose state is on several ranks: take "
                     "tp_ext.save_checkpoint and tp_ext.load_checkpoint"
@@ -96,7 +96,7 @@ def _layouts_known(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Itera
             for name, param, layout, _, _ in known.optimized(optimizer):
                 layouts_in_use[id(param)] = layout
                 if is_placed(param, layout):
-                    _check_state(name, param, held.of(param))
+                    _check_state(name, param, state.of(param))
         yield
     finally:
         layouts_in_use.clear()
@@ -123,9 +123,9 @@ def get_optimizers(original: Original, model: nn.Module, optimizers: tuple[Optim
             return original(model, optimizers, info)
     whole: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
-        one = full_optimizer_state_dict(model, optimizer, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
-        whole["state"].update(one.get("state", {}))
-        whole["param_groups"].extend(one.get("param_groups", ()))
+        state = full_optimizer_state_dict(model, optimizer, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
+        whole["state"].update(state.get("state", {}))
+        whole["param_groups"].extend(state.get("param_groups", ()))
     if info.cpu_offload and _other_rank():
         return {}
     return states._flatten_optim_state_dict(whole) if info.flatten_optimizer_state_dict else whole
@@ -143,12 +143,12 @@ def load_optimizers(
             return original(model, optimizers, state_dict, info)
     for optimizer in optimizers:
         # One state dict may be that of several optimizers: each is given its own parameters
-        own = state_dict
+        state = state_dict
         if state_dict:
             of_one = states._split_optim_state_dict if "state" in state_dict else None
-            own = of_one(model, optimizer, state_dict, info) if of_one else None
-            own = own or states._unflatten_optim_state_dict(optimizer, state_dict, info)
-        load_full_optimizer_state_dict(model, optimizer, own, broadcast_from_rank0=info.broadcast_from_rank0)
+            state = of_one(model, optimizer, state_dict, info) if of_one else None
+            state = state or states._unflatten_optim_state_dict(optimizer, state_dict, info)
+        load_full_optimizer_state_dict(model, optimizer, state, broadcast_from_rank0=info.broadcast_from_rank0)
     return None
 
 
@@ -200,7 +200,7 @@ def plan_of_safetensors(original: Original, writer: Any, plans: list[Any]) -> An
     RuntimeError if a rank holds several, of which only the last would be written."""
     for plan in plans:
         name, count = max(
-            Counter(item.index.fqn for item in plan.items).items(), key=lambda one: one[1], default=("", 0)
+            Counter(item.index.fqn for item in plan.items).items(), key=lambda pair: pair[1], default=("", 0)
         )
         if count > 1:
             raise RuntimeError(

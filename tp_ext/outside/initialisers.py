@@ -28,8 +28,8 @@ def initialise(torchs: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs:
     numbers, so generators must be in the same state on the ranks, and are afterwards as in one process."""
     layout = _layout(tensor)
     if layout is None:
-        made: Tensor = torchs(tensor, *args, **kwargs)
-        return made
+        result: Tensor = torchs(tensor, *args, **kwargs)
+        return result
     full = torch.empty(layout.full_shape(tensor.shape), dtype=tensor.dtype, device=tensor.device)
     torchs(full, *args, **kwargs)
     shard = layout.shard(full)

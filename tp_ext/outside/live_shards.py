@@ -15,8 +15,8 @@ def layouts_by_id(params: Iterable[Tensor], padded: bool = False) -> dict[int, L
     """Returns the layouts of all live shards by the ``id`` of the parameter (:func:`live_shards`), and those that
     ``params`` carry: their module may be gone while an optimizer holds them."""
     carried = {id(param): param.tp_layout for param in params if hasattr(param, "tp_layout")}
-    found = {key: layout for key, layout in carried.items() if padded or is_sharded(layout)}
-    return found | {id(param): layout for param, layout in live_shards(padded)}
+    layouts = {key: layout for key, layout in carried.items() if padded or is_sharded(layout)}
+    return layouts | {id(param): layout for param, layout in live_shards(padded)}
 
 
 def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
@@ -43,9 +43,9 @@ def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
                 # Computed, by a parametrization or pruning: what is trained are the tensors that it is computed from
                 for key, stored in module.named_parameters():
                     if key.startswith(f"parametrizations.{name}.") or unpruned(key) == name:
-                        found = resolve_fqn(module, key).layout
-                        if padded or is_sharded(found):
-                            yield stored, found
+                        resolved = resolve_fqn(module, key).layout
+                        if padded or is_sharded(resolved):
+                            yield stored, resolved
 
 
 def memory_of(tensor: Tensor) -> object:

@@ -26,7 +26,7 @@ _ROWS = 8  # of the sharded dim, that are tried
 
 def make_parametrization_list(
     torchs: Callable[..., None],
-    own: ParametrizationList,
+    maps: ParametrizationList,
     modules: Iterable[nn.Module],
     original: Tensor,
     unsafe: bool = False,
@@ -38,11 +38,11 @@ def make_parametrization_list(
     """
     for name, layout in _places(original):
         _check_parametrization(torchs, list(modules), original, name, layout)
-    torchs(own, modules, original, unsafe)
+    torchs(maps, modules, original, unsafe)
 
 
 def append_parametrization(
-    torchs: Callable[..., nn.ModuleList], own: nn.ModuleList, module: nn.Module
+    torchs: Callable[..., nn.ModuleList], maps: nn.ModuleList, module: nn.Module
 ) -> nn.ModuleList:
     """Appends one more parametrization to such a list, as torch does.
 
@@ -50,13 +50,13 @@ def append_parametrization(
         ValueError: as :func:`make_parametrization_list`.
     """
     # The list does not know its module, which has the layout
-    for carrier in list(Carriers.modules) if isinstance(own, ParametrizationList) and len(own) else ():
-        made: Any = carrier._modules.get("parametrizations")
-        for name in (name for name, one in (made.items() if made is not None else ()) if one is own):
+    for carrier in list(Carriers.modules) if isinstance(maps, ParametrizationList) and len(maps) else ():
+        lists: Any = carrier._modules.get("parametrizations")
+        for name in (name for name, entry in (lists.items() if lists is not None else ()) if entry is maps):
             layout = layouts_of(carrier).get(name)
             if layout is not None and is_sharded(layout):
-                _check_parametrization(ParametrizationList.__init__, [module], own().detach(), name, layout)
-    return torchs(own, module)
+                _check_parametrization(ParametrizationList.__init__, [module], maps().detach(), name, layout)
+    return torchs(maps, module)
 
 
 def apply_pruning(
@@ -154,7 +154,7 @@ def _found_beyond_a_shard(
 def _rows_and_twice(tensor: Tensor, dim: int, shortest: int) -> tuple[Tensor, Tensor]:
     """Returns a tensor like some rows of this one along ``dim``, and it behind as many others. Numbers are made up: a
     tensor on meta has none, and ranks with other numbers might not agree."""
-    shape = [_tried(shortest) if one == dim else size for one, size in enumerate(tensor.shape)]
+    shape = [_tried(shortest) if index == dim else size for index, size in enumerate(tensor.shape)]
     rows = _spread(torch.empty(shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device))
     return rows, torch.cat([_others(rows), rows], dim)
 
@@ -179,10 +179,10 @@ def _trial(
                 # What a module holds per row, such as a mask, is made as long as the trial
                 part = stored.data.narrow(dim, 0, _tried(shortest))
                 stored.data = torch.cat([part] * (original.shape[dim] // part.shape[dim]), dim)
-    made = ParametrizationList.__new__(ParametrizationList)
+    trial = ParametrizationList.__new__(ParametrizationList)
     parameter = nn.Parameter(original.clone(), requires_grad=original.is_floating_point())
-    _seeded(lambda: make(made, copied, parameter, unsafe=True), original)
-    return made
+    _seeded(lambda: make(trial, copied, parameter, unsafe=True), original)
+    return trial
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -242,10 +242,10 @@ def _masks_each_shard(
 ) -> bool:
     """Returns whether the mask of some rows is the same behind others."""
     dim, masks = sharding.dim % tensor.dim(), []
-    for one in _rows_and_twice(tensor, dim, min(sharding.local_sizes(p))):
+    for values in _rows_and_twice(tensor, dim, min(sharding.local_sizes(p))):
         try:
             method = cls(*copy.deepcopy(args), **copy.deepcopy(options))
-            masks.append(_seeded(functools.partial(method.compute_mask, one, torch.ones_like(one)), one))
+            masks.append(_seeded(functools.partial(method.compute_mask, values, torch.ones_like(values)), values))
         except (RuntimeError, ValueError, IndexError):  # it takes this number of elements only
             return False
     return _is_second_half(masks[1], masks[0], dim)

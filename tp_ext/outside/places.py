@@ -108,10 +108,10 @@ def put_place(value: Tensor, place: TensorPlace) -> None:
 
 def found_place(value: Any) -> TensorPlace | None:
     """Returns the place that a tensor carries; None if it carries none of ours."""
-    own = getattr(value, "__dict__", {}) if isinstance(value, Tensor) else {}
-    if "tp_held_by" not in own:
+    attributes = getattr(value, "__dict__", {}) if isinstance(value, Tensor) else {}
+    if "tp_held_by" not in attributes:
         return None
-    return TensorPlace._make(own[name] for name in _ATTRIBUTES)
+    return TensorPlace._make(attributes[name] for name in _ATTRIBUTES)
 
 
 class Held(NamedTuple):
@@ -125,11 +125,11 @@ class Held(NamedTuple):
 def held_by(module: nn.Module, group: ParallelGroup = ALONE) -> Iterator[Held]:
     """Yields the tensors of a module that may be given a place: those of a module with layouts, with what its
     parametrizations store, and DTensors of others. ``group`` is that of ``tp_shardings``."""
-    own = [(name, one) for table in (module._parameters, module._buffers) for name, one in table.items()]
+    tensors = [(name, tensor) for table in (module._parameters, module._buffers) for name, tensor in table.items()]
     layouts = layouts_of(module) or declares_shardings_alone(module)
     if layouts and (computed := module._modules.get("parametrizations")) is not None:
         named: Iterable[tuple[str, Tensor]] = [*computed.named_parameters(), *computed.named_buffers()]
-        own += [(f"parametrizations.{name}", one) for name, one in named]
-    for name, one in own:
-        if one is not None and (layouts or isinstance(one, DTensor)):
-            yield Held(name, one, resolve_fqn(module, name, group).layout if layouts else Layout())
+        tensors += [(f"parametrizations.{name}", tensor) for name, tensor in named]
+    for name, tensor in tensors:
+        if tensor is not None and (layouts or isinstance(tensor, DTensor)):
+            yield Held(name, tensor, resolve_fqn(module, name, group).layout if layouts else Layout())

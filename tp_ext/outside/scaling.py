@@ -28,7 +28,7 @@ def unscale_grads_(
     Communicates, if it holds shards: one all-reduce of a number over each group of their layouts, and over each axis of
     the meshes of FSDP2, since torch reduces over the first of several meshes alone.
     """
-    found = torchs(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    flags = torchs(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     known = layouts_by_id(params)
     axes = {
@@ -38,17 +38,17 @@ def unscale_grads_(
         if group.size > 1
     }
     if not axes:
-        return found
+        return flags
     meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
     axes |= {tuple(dist.get_process_group_ranks(axis)): axis for mesh in meshes for axis in mesh.get_all_groups()}
     # FSDP2 may offload gradients to a CPU, on which its groups do not communicate
     device = torch.device(next(iter(meshes)).device_type) if meshes else params[0].device
     overflow = torch.zeros((), device=device)
-    for flag in found.values():
+    for flag in flags.values():
         overflow = torch.maximum(overflow, flag.to(device))
     for ranks in sorted(axes):  # the same order on all ranks of a group
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=axes[ranks])
-    for flag in found.values():
+    for flag in flags.values():
         flag.copy_(overflow)
     # A rank without gradients must not take torch's assertion that an optimizer has some: others have
-    return found or {device: overflow}
+    return flags or {device: overflow}

@@ -39,9 +39,9 @@ layouts_in_use: dict[int, Layout] = {}
 
 def _placed_value(value: Tensor, live: Tensor, layout: Layout) -> Tensor:
     """Returns the values of a state dict's entry as a new tensor over the same storage, with the place of ``live``."""
-    made = local_of(value)
-    put_place(made, place_of(live, layout))
-    return made
+    placed = local_of(value)
+    put_place(placed, place_of(live, layout))
+    return placed
 
 
 def module_state_dict(original: Original, self: nn.Module, *args: Any, **options: Any) -> Any:
@@ -53,8 +53,8 @@ def module_state_dict(original: Original, self: nn.Module, *args: Any, **options
         _place(state, prefix + name, prefix[:-1], name, live, layout)
     if options.get("destination", args[0] if args else None) is None and _lacks_group(self):
         # Of tp_shardings the group is that of the other layers, which this outermost call sees
-        for one in _entries(self):
-            _place(state, prefix + one.key, (prefix + one.module).rstrip("."), one.name, one.live, one.layout)
+        for entry in _entries(self):
+            _place(state, prefix + entry.key, (prefix + entry.module).rstrip("."), entry.name, entry.live, entry.layout)
     return state
 
 
@@ -62,10 +62,10 @@ def _place(state: Any, key: str, module: str, name: str, live: Tensor, layout: L
     """Puts the place of a tensor on the value of a state dict, and in the metadata of its module."""
     value = state.get(key)
     if isinstance(value, Tensor) and value is not live and is_placed(live, layout):
-        state[key] = made = _placed_value(value, live, layout)
+        state[key] = placed = _placed_value(value, live, layout)
         metadata = getattr(state, "_metadata", {}).get(module)
         if metadata is not None:
-            metadata.setdefault(_METADATA, {})[name] = (tuple(made.shape), *(found_place(made) or ()))
+            metadata.setdefault(_METADATA, {})[name] = (tuple(placed.shape), *(found_place(placed) or ()))
 
 
 def module_load_state_dict(original: Original, self: nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
@@ -108,34 +108,34 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
             continue
         shape, *saved = metadata.get(module, {}).get(_METADATA, {}).get(name, (None,))
         # What has another shape than was saved has been put into the state dict since
-        given = found_place(value) or (TensorPlace(*saved) if value.shape == shape else None)
-        if given is None:
+        place = found_place(value) or (TensorPlace(*saved) if value.shape == shape else None)
+        if place is None:
             full = layout.full_shape(live.shape)
             if value.shape == full != live.shape:
                 raise RuntimeError(
                     f"state_dict: {key!r} has shape {tuple(full)}, that of the unsharded model, and must have that of "
                     f"this rank's shard, {tuple(live.shape)}: take tp_ext.load_full_state_dict"
                 )
-        elif (loaded := _checked(key, value, given, live, layout)) is not value:
+        elif (loaded := _checked(key, value, place, live, layout)) is not value:
             changed[key] = loaded
     if not changed:
         return state
     # A new dict: the caller's must not change, and torch reads versions of modules in its metadata
-    made = OrderedDict(state)
-    made.update(changed)
-    made._metadata = metadata  # type: ignore[attr-defined]
-    return made
+    result = OrderedDict(state)
+    result.update(changed)
+    result._metadata = metadata  # type: ignore[attr-defined]
+    return result
 
 
-def _checked(key: str, value: Tensor, given: TensorPlace, live: Tensor, layout: Layout) -> Tensor:
+def _checked(key: str, value: Tensor, saved: TensorPlace, live: Tensor, layout: Layout) -> Tensor:
     """Returns the value of an entry in the form of the live tensor; raises RuntimeError if it is the shard of another
     rank."""
-    own = place_of(live, layout)
-    if given.chunks != own.chunks:
+    live_place = place_of(live, layout)
+    if saved.chunks != live_place.chunks:
         raise RuntimeError(
-            f"state_dict: {key!r} was saved by {given.held_by or 'an unsharded model'} and is loaded by "
-            f"{own.held_by or 'an unsharded model'}, which holds other elements: take tp_ext.load_checkpoint, or "
-            "tp_ext.load_full_state_dict of a tp_ext.full_state_dict, for which any number of ranks may have saved"
+            f"state_dict: {key!r} was saved by {saved.held_by or 'an unsharded model'} and is loaded by "
+            f"{live_place.held_by or 'an unsharded model'}, which holds other elements: take tp_ext.load_checkpoint, "
+            "or tp_ext.load_full_state_dict of a tp_ext.full_state_dict, for which any number of ranks may have saved"
         )
     if isinstance(live, DTensor) and not isinstance(value, DTensor):
         return DTensor.from_local(
@@ -173,7 +173,7 @@ def optimizer_load_state_dict(original: Original, self: Optimizer, state_dict: A
     if isinstance(state_dict, dict) and state_dict.keys() >= {"state", "param_groups"}:
         layouts, states = _layouts_of_params(self), dict(state_dict["state"])
         groups = zip(state_dict["param_groups"], self.param_groups, strict=False)  # torch compares the lengths
-        params = chain.from_iterable(zip(given["params"], live["params"], strict=False) for given, live in groups)
+        params = chain.from_iterable(zip(saved["params"], live["params"], strict=False) for saved, live in groups)
         for number, param in params:
             if isinstance(entry := states.get(number), dict):
                 layout = layouts.get(id(param), Layout())

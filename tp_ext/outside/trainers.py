@@ -57,19 +57,19 @@ def set_up_mesh(theirs: Callable[..., Any], strategy: Any, trainer: Any) -> Any:
     mesh: DeviceMesh = strategy.device_mesh
     check_layers(known, mesh["tensor_parallel"], mesh["data_parallel"])
     _check_averaged(model, mesh, strategy, f"{_INSTEAD}, or fully_shard(.., mesh=device_mesh['data_parallel'])")
-    made = theirs(strategy, trainer)
+    data_mesh = theirs(strategy, trainer)
     _check_replicated(strategy.model, mesh["tensor_parallel"])
-    return made
+    return data_mesh
 
 
 def set_up_module(theirs: Callable[..., nn.Module], strategy: Any, module: nn.Module) -> nn.Module:
     """The same of Lightning Fabric, for one module."""
-    made = theirs(strategy, module)
-    if census(made).sharded_over:
+    model = theirs(strategy, module)
+    if census(model).sharded_over:
         _check_averaged(
-            made, strategy.device_mesh, strategy, "call fully_shard(.., mesh=mesh['data_parallel']) in parallelize_fn"
+            model, strategy.device_mesh, strategy, "call fully_shard(.., mesh=mesh['data_parallel']) in parallelize_fn"
         )
-    return made
+    return model
 
 
 def _check_averaged(model: nn.Module, mesh: DeviceMesh, strategy: Any, instead: str) -> None:
@@ -89,9 +89,9 @@ def _check_replicated(model: nn.Module, axis: DeviceMesh) -> None:
         for name, entry in census(model).parameters.items()
         if all(group.ranks != ranks for _, group in entry.layout)
     }
-    held = all_gather_objects(mine, axis.get_group())
+    reports = all_gather_objects(mine, axis.get_group())
     for name in mine:
-        if any(one[name] != mine[name] for one in held):
+        if any(report[name] != mine[name] for report in reports):
             raise ValueError(
                 f"model: {name!r} must be the same on the tensor-parallel ranks {ranks}, and differs: call "
                 f"lightning.seed_everything before the model is made, or {_INSTEAD}"

@@ -275,7 +275,9 @@ _ours: dict[str, Callable[..., Any]] = {}  # by Wrapped.ours, filled by _load
 
 def parameters_of(function: Callable[..., Any]) -> str:
     """Returns the parameters of a function as in :attr:`Wrapped.parameters`."""
-    plain = [one.replace(annotation=inspect.Parameter.empty) for one in inspect.signature(function).parameters.values()]
+    plain = [
+        param.replace(annotation=inspect.Parameter.empty) for param in inspect.signature(function).parameters.values()
+    ]
     return str(inspect.Signature(plain))[1:-1]
 
 
@@ -284,8 +286,8 @@ def install() -> None:
     if os.environ.get(SWITCH, "1") == "0":
         Carriers.at_each = _warn
         return
-    for one in (*WRAPPED, *TRAINERS):
-        after_import(one.module, functools.partial(_wrap, one))
+    for wrapped in (*WRAPPED, *TRAINERS):
+        after_import(wrapped.module, functools.partial(_wrap, wrapped))
     Carriers.at_each = _load
 
 
@@ -295,31 +297,31 @@ def _load() -> None:
     Carriers.at_each = None
     for name in ("tp_ext.outside.optimizers", "tp_ext.parallel.ddp_guard"):
         import_now(name)
-    for one in (*WRAPPED, *TRAINERS):
-        file, function = one.ours.split(".")
-        _ours[one.ours] = getattr(import_now(f"tp_ext.outside.{file}"), function)
+    for wrapped in (*WRAPPED, *TRAINERS):
+        file, function = wrapped.ours.split(".")
+        _ours[wrapped.ours] = getattr(import_now(f"tp_ext.outside.{file}"), function)
 
 
-def _wrap(one: Wrapped) -> None:
-    if one.module == "safetensors.torch" and not hasattr(one.holder, one.name):
+def _wrap(wrapped: Wrapped) -> None:
+    if wrapped.module == "safetensors.torch" and not hasattr(wrapped.holder, wrapped.name):
         return  # versions have one of them or both
     # As it is stored: a class or static method is put back as one
-    found = inspect.getattr_static(one.holder, one.name)
-    kind = type(found) if isinstance(found, staticmethod | classmethod) else None
-    torchs = found.__func__ if kind else found
+    stored = inspect.getattr_static(wrapped.holder, wrapped.name)
+    kind = type(stored) if isinstance(stored, staticmethod | classmethod) else None
+    torchs = stored.__func__ if kind else stored
     inner: Callable[..., Any] = getattr(torchs, "__wrapped__", torchs)
     cells = [cell for cell in torchs.__closure__ or () if cell.cell_contents is inner]
     if cells:
         # Behind torch's own decorator: code that imported the function before tp_ext, or under another name, calls
         # the decorated one, which calls what is in this cell
-        cells[0].cell_contents = _passing(one, inner)
+        cells[0].cell_contents = _passing(wrapped, inner)
     else:
-        replaced = _passing(one, torchs)
-        setattr(one.holder, one.name, kind(replaced) if kind else replaced)
+        replaced = _passing(wrapped, torchs)
+        setattr(wrapped.holder, wrapped.name, kind(replaced) if kind else replaced)
 
 
-def _passing(one: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
-    always, ours = one.always, one.ours
+def _passing(wrapped: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
+    always, ours = wrapped.always, wrapped.ours
 
     @functools.wraps(torchs)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -334,7 +336,7 @@ def _passing(one: Wrapped, torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _warn() -> None:
     _load()
-    calls = "; ".join(f"{one.title}: {one.instead}" for one in WRAPPED)
+    calls = "; ".join(f"{wrapped.title}: {wrapped.instead}" for wrapped in WRAPPED)
     warnings.warn(
         f"{SWITCH}=0: these functions of torch take this rank's shard for the whole; call instead: {calls}",
         stacklevel=2,

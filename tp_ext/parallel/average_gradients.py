@@ -47,16 +47,16 @@ def is_sharded_over(layout: Layout, axis: ParallelGroup, name: str) -> bool:
     """Returns whether the parameter is sharded over a data axis, and so has no mean over it."""
     ranks = axis.ranks
     for _, group in layout:
-        own = group.ranks if group.size > 1 else []
+        sharded_ranks = group.ranks if group.size > 1 else []
         # By ranks: the layer and the axis may have made two groups of the same ranks
-        if own == ranks:
+        if sharded_ranks == ranks:
             return True
         # One common rank is this rank, in which two axes of a mesh cross. With several the axis has copies and other
         # experts at once: neither its mean nor none would be right
-        if len(set(own) & set(ranks)) > 1:
+        if len(common := sorted(set(sharded_ranks) & set(ranks))) > 1:
             raise ValueError(
-                f"data_groups: ranks {ranks} share {sorted(set(own) & set(ranks))} with those over which {name!r} is "
-                f"sharded, {own}; pass the axes of the mesh one by one, such as [mesh['dp'], mesh['ep']]"
+                f"data_groups: ranks {ranks} share {common} with those over which {name!r} is sharded, "
+                f"{sharded_ranks}; pass the axes of the mesh one by one, such as [mesh['dp'], mesh['ep']]"
             )
     return False
 

@@ -385,15 +385,19 @@ def _table(given: Given, axes: MeshAxes) -> tuple[ModelGroups, list[GradientRow]
         warn_unneeded_group()
     known = [_layout_of_bare(param, group) for param in params]
     groups = axes_of_groups([over, *(axis for layout in known for _, axis in layout or ())])
-    for param, found in zip(params, known, strict=True):
-        if found is None and groups.axes:  # a shard would count as replicated: a norm too small, on no rank an error
+    for param, known_layout in zip(params, known, strict=True):
+        # A shard would count as replicated: a norm too small, on no rank an error
+        if known_layout is None and groups.axes:
             raise ValueError(
                 f"parameters_or_module: a bare parameter of shape {tuple(param.shape)} must carry tp_sharding or "
                 "tp_layout; pass the module instead"
             )
     if None in known:  # all are whole, unless the group was forgotten
         layer_group(group, "grad_norm of parameters")  # for its warning
-    rows = [(one, found or Layout(), gradient_terms(one)) for one, found in zip(params, known, strict=True)]
+    rows = [
+        (param, known_layout or Layout(), gradient_terms(param))
+        for param, known_layout in zip(params, known, strict=True)
+    ]
     return groups, rows, ()
 
 

@@ -41,8 +41,8 @@ def sum_gradients(model: nn.Module | Iterable[Tensor], group: Group) -> None:
     if parallel_group(group).size == 1:
         return
     pg = process_group(group)
-    given = model.parameters() if isinstance(model, nn.Module) else model
-    params = list(dict.fromkeys(given))
+    tensors = model.parameters() if isinstance(model, nn.Module) else model
+    params = list(dict.fromkeys(tensors))
     for param in params:
         if not isinstance(param, Tensor):
             raise TypeError(f"model: {type(param).__name__} must be a parameter, or the model be a module")
@@ -76,7 +76,7 @@ def check_kinds(params: Sequence[Tensor], largest: Tensor) -> list[bool]:
     Raises:
         ValueError: gradients of a parameter have different dtypes on the ranks, or ``main_grad`` on some of them alone.
     """
-    found = []
+    kinds = []
     for number, (param, (grad, main_grad, other_grad, other_main_grad)) in enumerate(
         zip(params, largest.tolist(), strict=True)
     ):
@@ -87,8 +87,8 @@ def check_kinds(params: Sequence[Tensor], largest: Tensor) -> list[bool]:
                     f"model: {name} of parameter {number}, of shape {tuple(param.shape)}, must be alike on all ranks, "
                     f"and is {both} on some"
                 )
-        found.append(bool(grad))
-    return found
+        kinds.append(bool(grad))
+    return kinds
 
 
 def _kinds(param: Tensor) -> tuple[int, int, int, int]:

@@ -85,18 +85,18 @@ def check_layers(model: Census, tensor_group: Group, data_group: Group) -> None:
     """Raises ValueError unless each parameter is sharded over the tensor-parallel ranks, or experts over the data
     ranks, and some parameter is sharded if these are several; and unless all are on one device. Communicates
     nothing."""
-    own, data = tuple(global_ranks(tensor_group)), tuple(global_ranks(data_group))
-    found = model.sharded_over
-    for ranks, name in found.items():
-        if ranks != own and (ranks != data or len(own) == 1):
+    tensor_ranks, data = tuple(global_ranks(tensor_group)), tuple(global_ranks(data_group))
+    sharded_over = model.sharded_over
+    for ranks, name in sharded_over.items():
+        if ranks != tensor_ranks and (ranks != data or len(tensor_ranks) == 1):
             raise ValueError(
                 f"model: {name!r} is sharded over ranks {list(ranks)} and must be over the tensor-parallel ranks "
-                f"{list(own)}: build its layers with the group of that axis of the mesh"
+                f"{list(tensor_ranks)}: build its layers with the group of that axis of the mesh"
             )
-    if len(own) > 1 and own not in found:
+    if len(tensor_ranks) > 1 and tensor_ranks not in sharded_over:
         raise ValueError(
             f"model: {type(model.model).__name__} has no parameter that is sharded over the tensor-parallel ranks "
-            f"{list(own)}: build its layers with the group of that axis of the mesh"
+            f"{list(tensor_ranks)}: build its layers with the group of that axis of the mesh"
         )
     devices = {str(entry.value.device): name for name, entry in model.parameters.items()}
     if len(devices) > 1:
@@ -115,7 +115,7 @@ def copy_from_first(model: Census, data_group: Group) -> None:
         return
     group, ranks = process_group(data_group), global_ranks(data_group)
     tensors: list[Tensor] = [
-        entry.value for entry in model.parameters.values() if all(one.ranks != ranks for _, one in entry.layout)
+        entry.value for entry in model.parameters.values() if all(axis.ranks != ranks for _, axis in entry.layout)
     ]
     for tensor in (*tensors, *model.model.buffers()):
         if not isinstance(tensor, DTensor):

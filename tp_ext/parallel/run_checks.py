@@ -86,12 +86,12 @@ def _check_axes(model: Census, mesh: DeviceMesh) -> None:
     """Raises ValueError if layers are sharded along an axis of the mesh whose ranks hold equal copies or other
     stages: ``dp``, ``ep``, ``cp`` or ``pp``. Communicates nothing."""
     axes = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in mesh.mesh_dim_names or ()}
-    own = axes.get("tp", [])
+    tensor_ranks = axes.get("tp", [])
     for path, layer in model.layers.items():
         if layer.tp_group.size > 1:
             ranks = layer.tp_group.ranks
             for name, others in axes.items():
-                if ranks == others and ranks != own:
+                if ranks == others and ranks != tensor_ranks:
                     raise ValueError(
                         f"model: the group of {path!r} is mesh[{name!r}], and must be mesh['tp']; along {name!r} "
                         "weights are not sharded"
@@ -144,7 +144,7 @@ def _check_replicas(model: Census, mesh: DeviceMesh) -> None:
     values = [entry.value for entry in params.values()]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
     numbers = torch.stack([checksum(bits_of(tensor))[0].cpu() for tensor in local]).tolist() if local else []
-    found: list[str] = []
+    differences: list[str] = []
     for axis in (axes[name] for name in DATA_AXES if name in axes):
         ranks = dist.get_process_group_ranks(axis)
         mine = {  # without those that this axis shards, experts: its ranks hold other slices of them
@@ -152,14 +152,14 @@ def _check_replicas(model: Census, mesh: DeviceMesh) -> None:
             for (name, entry), number in zip(params.items(), numbers, strict=True)
             if not any(group.ranks == ranks for _, group in entry.layout)
         }
-        held = all_gather_objects(mine, axis)
+        reports = all_gather_objects(mine, axis)
         # A parameter that the other lacks is of a model with other names, which is not found here
-        different = [name for name in mine if any(one.get(name, mine[name]) != mine[name] for one in held)]
+        different = [name for name in mine if any(report.get(name, mine[name]) != mine[name] for report in reports)]
         if different:
-            own, other = ranks[axis.rank()], next(i for i, one in enumerate(held) if one != mine)
+            rank, other = ranks[axis.rank()], next(i for i, report in enumerate(reports) if report != mine)
             more = f", as do {len(different) - 1} more" if len(different) > 1 else ""
-            found.append(f"{different[0]!r} differs on the ranks {sorted((own, ranks[other]))}{more}")
-    if known := all_gather_along(found, [*axes.values()]):  # also along axes that have no difference
+            differences.append(f"{different[0]!r} differs on the ranks {sorted((rank, ranks[other]))}{more}")
+    if known := all_gather_along(differences, [*axes.values()]):  # also along axes that have no difference
         raise ValueError(
             f"model: must have the same weights on all data ranks, and {min(known)}; seed them alike before it is "
             "made, by tp_ext.manual_seed, or make it on meta"

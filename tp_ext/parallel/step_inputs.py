@@ -127,15 +127,15 @@ def _layouts(layout: Any, microbatches: int) -> list[ContextLayout | None]:
     """
     if not isinstance(layout, list | tuple):
         return [layout if isinstance(layout, ContextLayout) else None] * microbatches
-    for one in layout:
-        if not isinstance(one, ContextLayout):
-            raise TypeError(f"layout: {one!r} in the list must be a ContextLayout")
+    for item in layout:
+        if not isinstance(item, ContextLayout):
+            raise TypeError(f"layout: {item!r} in the list must be a ContextLayout")
     if len(layout) != microbatches:
         raise ValueError(f"layout: {len(layout)} layouts must be {microbatches}, one for each microbatch")
     # The place of a microbatch is computed as a multiple of the length of this rank's
-    if len({(one.tokens, one.batch) for one in layout}) > 1:
+    if len({(item.tokens, item.batch) for item in layout}) > 1:
         raise ValueError(
-            f"layout: microbatches of {[one.tokens for one in layout]} tokens in {[one.batch for one in layout]} "
+            f"layout: microbatches of {[item.tokens for item in layout]} tokens in {[item.batch for item in layout]} "
             "sequences (None: packed) must be of equally many"
         )
     return list(layout)

@@ -119,8 +119,8 @@ def _fit(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, in
     def errors(logs: Any) -> Any:
         return np.array([_error(machine(logs), row) / _MEASURED for row in rows])
 
-    def loss(found: Any, logs: Any) -> float:
-        sizes = np.abs(found)
+    def loss(residuals: Any, logs: Any) -> float:
+        sizes = np.abs(residuals)
         losses = np.where(sizes <= _HUBER, sizes**2, _HUBER * (2 * sizes - _HUBER))
         return float(losses.sum() + ((logs / priors) ** 2).sum())
 

@@ -225,10 +225,10 @@ class Graph:
             return set()
         if node.kind in ("linear", "attention", "experts"):
             return {node} if node.kind == "linear" else set()
-        found: set[Node] = set()
+        linears: set[Node] = set()
         for source in node.reads:
-            found |= self.linears_of(source) if source.per_token else set()
-        return found
+            linears |= self.linears_of(source) if source.per_token else set()
+        return linears
 
     def kernels(self, nodes: list[Node]) -> Iterator[list[Node]]:
         """The groups of memory-bound operators that run as one kernel: an operator joins the only group that reads its
@@ -237,9 +237,9 @@ class Graph:
         groups: list[list[Node]] = []
         for node in reversed([node for node in nodes if not node.kind]):
             readers = [reader for value in node.makes for reader in self.readers.get(id(value), ())]
-            found = {id(group_of.get(id(reader))) for reader in readers}
+            groups_of_readers = {id(group_of.get(id(reader))) for reader in readers}
             group = group_of.get(id(readers[0])) if readers else None
-            if group is None or len(found) > 1:
+            if group is None or len(groups_of_readers) > 1:
                 group = []
                 groups.append(group)
             group.insert(0, node)

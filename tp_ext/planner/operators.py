@@ -135,7 +135,7 @@ class Operators:
         self, linears: list[Node], attention: list[Node], sharding: dict[int, str]
     ) -> list[tuple[list[Node], Node | None]]:
         """Linears of one input are one, as the layers of this library are, with the attention that reads q, k, v."""
-        feeds = {id(one): core for core in attention for one in self._projections(core)}
+        feeds = {id(projection): core for core in attention for projection in self._projections(core)}
         groups: dict[tuple[Any, ...], tuple[list[Node], Node | None]] = {}
         for node in linears:
             core, kind = feeds.get(id(node)), sharding[id(node)]
@@ -149,10 +149,10 @@ class Operators:
         return list(groups.values())
 
     def _projections(self, core: Node) -> set[Node]:
-        found: set[Node] = set()
+        projections: set[Node] = set()
         for tensor in core.core or core.step.inputs[:3]:
-            found |= self.graph.linears_of(self.graph.value(tensor))
-        return found
+            projections |= self.graph.linears_of(self.graph.value(tensor))
+        return projections
 
     def _linear(self, group: list[Node], kind: str, core: Op | None, head: Node | None) -> Op:
         inputs, outputs = self._shape(group[0])[0], sum(self._shape(node)[1] for node in group)
@@ -186,7 +186,9 @@ class Operators:
         """The input of a row is kept; it counts where it is made."""
         for node in rows:
             value = self._input(node)
-            kernel = next((one for one in kernels if one is not None and id(value) in one.inside), None)
+            kernel = next(
+                (candidate for candidate in kernels if candidate is not None and id(value) in candidate.inside), None
+            )
             saved = self._keep(value, node)
             if kernel is not None:
                 kernel.op = dataclasses.replace(kernel.op, saved=kernel.op.saved + saved)
@@ -253,8 +255,8 @@ class Operators:
             return heads
         outputs = self._shape(next(iter(of_key)))[1]
         left, each = (outputs - heads * key, key + value) if of_key <= of_query else (outputs, key)
-        found = left // each if left > 0 and left % each == 0 else heads
-        return found if 0 < found <= heads and heads % found == 0 else heads
+        count = left // each if left > 0 and left % each == 0 else heads
+        return count if 0 < count <= heads and heads % count == 0 else heads
 
     def _experts(self, nodes: list[Node], placed: list[tuple[float, Op]]) -> list[Node]:
         for node in nodes:
@@ -281,11 +283,11 @@ class Operators:
     def _kernel(self, nodes: list[Node]) -> Kernel | None:
         """A kernel, or None for one of tables that all tokens share, such as angles and masks."""
         inside = {id(value) for node in nodes for value in node.makes}
-        made = [value for node in nodes for value in node.makes if value.per_token and value.depends]
+        values = [value for node in nodes for value in node.makes if value.per_token and value.depends]
         ends = {id(node) for node in nodes}
-        results = [v for v in made if any(id(reader) not in ends for reader in self.graph.readers.get(id(v), ()))]
+        results = [v for v in values if any(id(reader) not in ends for reader in self.graph.readers.get(id(v), ()))]
         # Nothing reads the last operator of the forward: its value is the result
-        results = results or [v for v in made[:1] if v is nodes[-1].makes[0]]
+        results = results or [v for v in values[:1] if v is nodes[-1].makes[0]]
         kernel = Kernel(nodes, inside, results)
         for value in {id(v): v for node in nodes for v in node.reads if v.parameter}.values():
             self.use(value)

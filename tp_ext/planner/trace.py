@@ -89,7 +89,7 @@ def _blocks(model: nn.Module) -> tuple[list[str], list[int]]:
         repeated = {kind: size for kind, (number, size) in sizes.items() if number > 1}
         if not repeated:
             continue
-        kind = max(repeated, key=lambda one: repeated[one])
+        kind = max(repeated, key=repeated.__getitem__)
         if repeated[kind] > best[0]:
             places = [i for i, (_, child) in enumerate(children) if type(child) is kind]
             keys = [key for key, _ in children[places[0] : places[-1] + 1]]
@@ -144,7 +144,7 @@ def _stand_ins(model: nn.Module, names: list[str], alike: list[int]) -> Iterator
 
     def install(number: int, stands_for: int) -> None:
         block = model.get_submodule(names[number])
-        own = vars(block).get("forward")
+        own_forward = vars(block).get("forward")
         forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ def _stand_ins(model: nn.Module, names: list[str], alike: list[int]) -> Iterator
             return calls[stands_for][1] if fits[-1] else forward(*args, **kwargs)
 
         block.forward = run
-        changed.append((block, own))
+        changed.append((block, own_forward))
 
     for number, stands_for in enumerate(alike):
         if stands_for != number or number in alike[number + 1 :]:
@@ -164,11 +164,11 @@ def _stand_ins(model: nn.Module, names: list[str], alike: list[int]) -> Iterator
     try:
         yield fits
     finally:
-        for block, own in changed:
-            if own is None:
+        for block, own_forward in changed:
+            if own_forward is None:
                 del block.forward
             else:
-                block.forward = own
+                block.forward = own_forward
 
 
 def _kinds(call: Any) -> list[Any]:
@@ -188,7 +188,7 @@ class _Reader:
         self.graph, self.names, self.alike, self.causal = graph, names, alike, causal
         self.record = graph.record
 
-    def workload(self, name: str, given: int | None) -> Workload:
+    def workload(self, name: str, expected: int | None) -> Workload:
         """Returns the workload.
 
         Raises:
@@ -198,8 +198,8 @@ class _Reader:
         between = [(start, stop) for start, stop in ranges if stop > start] or [(0, 0)]
         inside = [node for node in self.graph.nodes if between[0][0] <= node.step.place < between[-1][1]]
         hidden, tokens = self._stream()
-        if given not in (None, tokens):
-            raise ValueError(f"tokens: {given} must be those of the example, {tokens}")
+        if expected not in (None, tokens):
+            raise ValueError(f"tokens: {expected} must be those of the example, {tokens}")
         seq = self._seq(inside, tokens, hidden)
         operators = Operators(self.graph, tokens, seq, self.causal)
         before, after = ranges[0][0], ranges[-1][1]
@@ -208,11 +208,11 @@ class _Reader:
         end = math.inf if head is None else head.step.place + 1
         first = operators.of([n for n in self.graph.nodes if n.step.place < before and n is not table], "first")
         # Blocks that are alike have the operators of the first of them that ran
-        own: dict[int, tuple[Op, ...]] = {}
+        ops_of_block: dict[int, tuple[Op, ...]] = {}
         for number in sorted(set(self.alike)):
             start, stop = ranges[number]
             nodes = [node for node in self.graph.nodes if start <= node.step.place < stop]
-            own[number] = operators.of(nodes, self.names[number])
+            ops_of_block[number] = operators.of(nodes, self.names[number])
         last = operators.of([n for n in self.graph.nodes if after <= n.step.place < end], "last", head)
         # The table's parameters are priced as an embedding, not as a kernel that reads them
         vocab = 0
@@ -225,7 +225,9 @@ class _Reader:
             classes = head.makes[0].tensor.shape[-1]
             last = (*last, Op("loss", classes, units=classes))
         tied = head is not None and table is not None and head.weight is table.weight
-        blocks = [Block(len(list(run)), ops) for ops, run in itertools.groupby(own[number] for number in self.alike)]
+        blocks = [
+            Block(len(list(run)), ops) for ops, run in itertools.groupby(ops_of_block[number] for number in self.alike)
+        ]
         # Without attention the narrowest column linear limits the number of ranks
         cores = [op for block in blocks for op in block.ops if op.kind == "attention"]
         widths = [op.units for block in blocks for op in block.ops if op.kind == "column"]
@@ -281,8 +283,8 @@ class _Reader:
         """The look-up of the vocabulary: that of the largest table before the blocks. Others are positions and types,
         whose tables every rank has."""
         look_ups = [node for node in self.graph.nodes if node.kind == "look_up"]
-        own = [node for node in look_ups if node.step.place < before]
-        table = max(own, key=lambda node: node.weight.size if node.weight else 0, default=None)
+        earlier = [node for node in look_ups if node.step.place < before]
+        table = max(earlier, key=lambda node: node.weight.size if node.weight else 0, default=None)
         for node in look_ups:
             if node is not table:
                 node.kind = ""

@@ -304,16 +304,16 @@ def _biases(bias: bool | Collection[str]) -> Collection[str]:
     return bias
 
 
-def _dense_layers(given: int | Collection[int], layers: int) -> Collection[int]:
+def _dense_layers(dense: int | Collection[int], layers: int) -> Collection[int]:
     """Returns the numbers of the blocks without experts."""
-    if isinstance(given, Collection) and not isinstance(given, str):
-        if not set(given) <= set(range(layers)):
-            raise ValueError(f"dense_layers: {given!r} must be numbers of the {layers} layers, from 0")
-        return given
-    check_int(least=0, dense_layers=given)
-    if given > layers:
-        raise ValueError(f"dense_layers: {given} must be at most layers, {layers}")
-    return range(given)
+    if isinstance(dense, Collection) and not isinstance(dense, str):
+        if not set(dense) <= set(range(layers)):
+            raise ValueError(f"dense_layers: {dense!r} must be numbers of the {layers} layers, from 0")
+        return dense
+    check_int(least=0, dense_layers=dense)
+    if dense > layers:
+        raise ValueError(f"dense_layers: {dense} must be at most layers, {layers}")
+    return range(dense)
 
 
 def _norm(features: int, kind: str, number: int = 1, units: int = 0) -> Op:

@@ -52,11 +52,11 @@ class SavedValues:
         key = _key(value)
         if key is None:
             return saved_value(value)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = saved_value(value)
-        self._objects[id(value)] = value, found
-        return found
+        content = self._known.get(key)
+        if content is None:
+            content = self._known[key] = saved_value(value)
+        self._objects[id(value)] = value, content
+        return content
 
 
 def _key(value: Any) -> tuple[Any, ...] | None:
@@ -65,7 +65,7 @@ def _key(value: Any) -> tuple[Any, ...] | None:
         return type(value), value
     if type(value) in _IMMUTABLE:
         return type(value), repr(value)
-    if type(value) is tuple and all(type(one) in _IMMUTABLE for one in value):
+    if type(value) is tuple and all(type(element) in _IMMUTABLE for element in value):
         return tuple, *map(_key, value)
     return None
 
@@ -82,8 +82,8 @@ class EntryWriter:
         """Writes a tensor, of any device, or the bytes of a value: those of a small one only once."""
         begin = self._file.tell()
         if isinstance(entry, bytes):
-            if (found := self._values.get(entry)) is not None:
-                return found
+            if (written := self._values.get(entry)) is not None:
+                return written
             self._file.write(entry)
             place = Written(begin, len(entry))
             if len(entry) <= _LARGEST_SHARED:
@@ -185,11 +185,11 @@ def _template(content: bytes, size: int) -> _Template | None:
     """Returns the template of a file that ``torch.save`` has made, of a tensor of ``size`` bytes; None if it has
     another form than that of the torch versions known."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        found = [one for one in archive.infolist() if one.filename.endswith("/data/0")]
-    if len(found) != 1 or found[0].file_size != size or found[0].compress_type != zipfile.ZIP_STORED:
+        records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+    if len(records) != 1 or records[0].file_size != size or records[0].compress_type != zipfile.ZIP_STORED:
         return None
-    name, checksum = found[0].filename.encode(), found[0].CRC.to_bytes(4, "little")
-    header = found[0].header_offset
+    name, checksum = records[0].filename.encode(), records[0].CRC.to_bytes(4, "little")
+    header = records[0].header_offset
     lengths = header + _LOCAL_NAME - 4
     begin = header + _LOCAL_NAME + sum(int.from_bytes(content[at : at + 2], "little") for at in (lengths, lengths + 2))
     end = begin + size
@@ -197,7 +197,7 @@ def _template(content: bytes, size: int) -> _Template | None:
     entry = content.rfind(_DIRECTORY_ENTRY, end, content.rfind(name))
     directory_checksum = entry + _ENTRY_CHECKSUM
     if (
-        zlib.crc32(content[begin:end]) != found[0].CRC
+        zlib.crc32(content[begin:end]) != records[0].CRC
         or content[end : end + 8] != _DESCRIPTOR + checksum
         or content[entry + _ENTRY_NAME :][: len(name)] != name
         or content[directory_checksum : directory_checksum + 4] != checksum

@@ -77,9 +77,9 @@ class _PickledObject:
     def __new__(cls, *args: Any) -> "_PickledObject":
         if len(args) > _MAX_DIMS:
             raise pickle.UnpicklingError(f".metadata: gives {cls.__name__} {len(args)} arguments")
-        made = super().__new__(cls)
-        made.args, made.state = args, {}
-        return made
+        record = super().__new__(cls)
+        record.args, record.state = args, {}
+        return record
 
     args: tuple[Any, ...]
     state: Any
@@ -127,8 +127,8 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # By vars: getattr would run torch's own __getattr__ for names that it lacks
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         if name not in _KNOWN.get(module, ()):
             what = f"{_brief.repr(module)[1:-1]}.{_brief.repr(name)[1:-1]}"
             raise pickle.UnpicklingError(f".metadata: {what} is not of a checkpoint's metadata; not loaded")
@@ -207,18 +207,18 @@ def _size(record: Any) -> torch.Size:
 def _metadata(raw: Any) -> Metadata:
     fields = _fields(raw, "Metadata")
     entries = _typed(fields.get("state_dict_metadata"), dict)
-    made = Metadata({_typed(key, str): _entry(key, entry) for key, entry in entries.items()})
-    made.storage_data = {}
+    metadata = Metadata({_typed(key, str): _entry(key, entry) for key, entry in entries.items()})
+    metadata.storage_data = {}
     for index, info in _typed(fields.get("storage_data"), dict).items():
-        made.storage_data[_index(index)] = _storage_info(info)
-    for key, entry in made.state_dict_metadata.items():
+        metadata.storage_data[_index(index)] = _storage_info(info)
+    for key, entry in metadata.state_dict_metadata.items():
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
         for chunk in chunks:
             index = MetadataIndex(key, None if chunk is None else chunk.offsets)
-            if index not in made.storage_data:
+            if index not in metadata.storage_data:
                 where = "" if chunk is None else f", its chunk at {tuple(chunk.offsets)},"
                 _malformed(f"{_brief.repr(key)}{where} must have an entry in storage_data")
-    return made
+    return metadata
 
 
 def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -229,8 +229,8 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
     size = _size(fields.get("size"))
     chunks: list[ChunkStorageMetadata] = []
     bounds: list[ChunkBounds] = []
-    for one in _typed(fields.get("chunks"), list):
-        chunk = _fields(one, "ChunkStorageMetadata")
+    for chunk_record in _typed(fields.get("chunks"), list):
+        chunk = _fields(chunk_record, "ChunkStorageMetadata")
         offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if len(offsets) != len(size) or len(sizes) != len(size):
             _malformed(f"{key} has {len(size)} dims, a chunk of it {tuple(offsets)}, {tuple(sizes)}")
@@ -240,9 +240,9 @@ def _entry(key: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadat
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         bounds.append(extent)
     # Python's integers do not overflow, whatever sizes a file claims
-    volume, held = prod(size), sum(prod(stop - start for start, stop in bound) for bound in bounds)
-    if volume != held:
-        _malformed(f"{key} has {volume} elements, its chunks {held}")
+    volume, covered = prod(size), sum(prod(stop - start for start, stop in bound) for bound in bounds)
+    if volume != covered:
+        _malformed(f"{key} has {volume} elements, its chunks {covered}")
     if volume >= 1 << 63:
         _malformed(f"{key} has shape {tuple(size)}, which no tensor can have")
     if pair := overlapping(bounds):
@@ -282,8 +282,8 @@ def _overlapping_by_sweep(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBou
     last = len(chunks[0]) - 1
     crossed: list[tuple[tuple[int, int], ChunkBounds]] = []
     for _, begins, chunk in sorted(events):
-        one = chunk[last], chunk
-        at = bisect_left(crossed, one)
+        keyed = chunk[last], chunk
+        at = bisect_left(crossed, keyed)
         if not begins:
             del crossed[at]
             continue
@@ -292,7 +292,7 @@ def _overlapping_by_sweep(chunks: list[ChunkBounds], dim: int) -> tuple[ChunkBou
         for _, other in near:
             if all(a < d and c < b for (a, b), (c, d) in zip(chunk[dim + 1 :], other[dim + 1 :], strict=True)):
                 return other, chunk
-        insort(crossed, one)
+        insort(crossed, keyed)
     return None
 
 
@@ -310,5 +310,5 @@ def _storage_info(record: Any) -> _StorageInfo:
         _malformed(f"{_brief.repr(name)} must be a file of the checkpoint")
     transforms = fields.get("transform_descriptors")
     if transforms is not None:
-        transforms = [_typed(one, str) for one in _typed(transforms, list)]
+        transforms = [_typed(transform, str) for transform in _typed(transforms, list)]
     return _StorageInfo(name, _typed(fields.get("offset"), int), _typed(fields.get("length"), int), transforms)

@@ -60,8 +60,10 @@ class SafetensorsFile:
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # do not read ahead
         self.metadata: dict[str, str] = head.pop("__metadata__", None) or {}
         self.tensors = {
-            name: SlicedTensor(self._file.fileno(), 8 + length + one["data_offsets"][0], one["dtype"], one["shape"])
-            for name, one in head.items()
+            name: SlicedTensor(
+                self._file.fileno(), 8 + length + entry["data_offsets"][0], entry["dtype"], entry["shape"]
+            )
+            for name, entry in head.items()
         }
 
     def close(self) -> None:
@@ -90,17 +92,17 @@ class SlicedTensor:
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
         """Reads the elements at ``where``: contiguous slices, of step 1, one for each dim."""
-        wanted = [range(*one.indices(size)) for one, size in zip(where, self.shape, strict=True)]
+        wanted = [range(*span.indices(size)) for span, size in zip(where, self.shape, strict=True)]
         if not all(wanted):
-            return torch.empty([len(one) for one in wanted], dtype=self.dtype)
+            return torch.empty([len(span) for span in wanted], dtype=self.dtype)
         inner = math.prod(self.shape[1:])  # elements of a row
         # Whole rows are one range of bytes
-        if len(wanted) < 2 or all(len(one) == size for one, size in zip(wanted[1:], self.shape[1:], strict=True)):
+        if len(wanted) < 2 or all(len(span) == size for span, size in zip(wanted[1:], self.shape[1:], strict=True)):
             first = wanted[0] if wanted else range(1)
-            return self._read(first.start * inner, len(first) * inner).view([len(one) for one in wanted])
+            return self._read(first.start * inner, len(first) * inner).view([len(span) for span in wanted])
         # One read per row; shorter slices cost more calls than whole rows cost bytes
         if len(wanted) == 2 and len(wanted[1]) * self.dtype.itemsize >= _SHORTEST:
-            read = torch.empty([len(one) for one in wanted], dtype=self.dtype)
+            read = torch.empty([len(span) for span in wanted], dtype=self.dtype)
             for i, row in enumerate(wanted[0]):
                 self._read_into(read[i], row * inner + wanted[1].start)
             return read
@@ -151,8 +153,8 @@ class JoinedTensor:
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
         """Reads the elements at ``where``: contiguous slices, of step 1, one for each dim."""
-        wanted = [range(*one.indices(size)) for one, size in zip(where, self.shape, strict=True)]
-        read = torch.empty([len(one) for one in wanted], dtype=self.dtype)
+        wanted = [range(*span.indices(size)) for span, size in zip(where, self.shape, strict=True)]
+        read = torch.empty([len(span) for span in wanted], dtype=self.dtype)
         if self._stacked:
             for row, index in enumerate(wanted[0]):
                 read[row] = self._parts[index][where[1:]]
