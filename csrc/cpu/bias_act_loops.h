@@ -40,10 +40,16 @@ TP_MULTIVERSION void forward_loop(const A* __restrict x, const A* __restrict bia
       next_x, next_y);
 }
 
+// What backward prefetches for reading
+template <typename T>
+struct NextInputs {
+  const T *grad, *x;
+};
+
 template <typename Act, bool kBias, typename A, typename T>
 TP_MULTIVERSION void backward_loop(const A* __restrict grad, const A* __restrict x,
                                    const A* __restrict bias, A* __restrict dx, A* __restrict sums,
-                                   int64_t n, const T* next_grad, const T* next_x, T* next_dx) {
+                                   int64_t n, NextInputs<T> next, T* next_dx) {
   sweep<kBackwardCache<kBias>>(
       n,
       [&](int64_t j) TP_INLINED {
@@ -52,8 +58,13 @@ TP_MULTIVERSION void backward_loop(const A* __restrict grad, const A* __restrict
         dx[j] = d;
         if constexpr (kBias) sums[j] += d;
       },
-      next_grad, next_x, next_dx);
+      next.grad, next.x, next_dx);
 }
+
+// The bias of the even and of the odd columns
+struct PairBias {
+  const float* __restrict even, * __restrict odd;
+};
 
 // The same for n pairs
 template <typename Act, bool kBias>
@@ -73,8 +84,7 @@ TP_MULTIVERSION void forward_loop(const Bf16Pair* __restrict x, const float* __r
 
 template <typename Act, bool kBias>
 TP_MULTIVERSION void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pair* __restrict x,
-                                   const float* __restrict even_bias,
-                                   const float* __restrict odd_bias, Bf16Pair* __restrict dx,
+                                   PairBias bias, Bf16Pair* __restrict dx,
                                    float* __restrict even_sums, float* __restrict odd_sums,
                                    int64_t n, int64_t ahead) {
   sweep<kBackwardCache<kBias>>(
@@ -83,9 +93,9 @@ TP_MULTIVERSION void backward_loop(const Bf16Pair* __restrict grad, const Bf16Pa
         using Math = activation_t<Bf16>;
         const uint32_t upstream = word_of(grad[j]), word = word_of(x[j]);
         const float even = backward_one<Act, kBias, Math>(even_of(upstream), even_of(word),
-                                                          kBias ? even_bias[j] : 0.f);
+                                                          kBias ? bias.even[j] : 0.f);
         const float odd = backward_one<Act, kBias, Math>(odd_of(upstream), odd_of(word),
-                                                         kBias ? odd_bias[j] : 0.f);
+                                                         kBias ? bias.odd[j] : 0.f);
         store_pair(dx[j], even, odd);
         if constexpr (kBias) even_sums[j] += even, odd_sums[j] += odd;
       },
@@ -165,10 +175,11 @@ void backward_chunk(const T* grad, const T* x, ConstColumns<T> bias, T* dx, Muta
   if constexpr (kPaired<T>) {
     const auto loop = [&](const Bf16Pair* upstream, const Bf16Pair* from, Bf16Pair* to,
                           int64_t first, int64_t pairs) {
-      backward_loop<Act, kBias>(upstream, from, kBias ? bias.data + first : nullptr,
-                                kBias ? bias.odd() + first : nullptr, to,
-                                kBias ? sums.data + first : nullptr,
-                                kBias ? sums.odd() + first : nullptr, pairs, ahead / 2);
+      backward_loop<Act, kBias>(
+          upstream, from,
+          {kBias ? bias.data + first : nullptr, kBias ? bias.odd() + first : nullptr}, to,
+          kBias ? sums.data + first : nullptr, kBias ? sums.odd() + first : nullptr, pairs,
+          ahead / 2);
     };
     loop(pairs_at(grad), pairs_at(x), pairs_at(dx), 0, n / 2);
     if (n % 2 != 0) {
@@ -187,8 +198,8 @@ void backward_chunk(const T* grad, const T* x, ConstColumns<T> bias, T* dx, Muta
     for_each_buffer<T>(done, n, [&](int64_t i, int64_t m) {
       backward_loop<Act, kBias>(upstream.load(grad + i, m), from.load(x + i, m),
                                 kBias ? bias.data + i : nullptr, to.target(dx + i),
-                                kBias ? sums.data + i : nullptr, m, grad + i + ahead, x + i + ahead,
-                                dx + i + ahead);
+                                kBias ? sums.data + i : nullptr, m,
+                                {grad + i + ahead, x + i + ahead}, dx + i + ahead);
       to.store(dx + i, m);
     });
   }

@@ -23,14 +23,19 @@ TP_INLINE const acc_t<T>* widened_row(const T* x, int64_t n, acc_t<T>* cache) {
   }
 }
 
-// The sums for the backward of kRows rows: those over each row, in lanes, and those over the rows,
-// added to dw and db (centred only). dx: prefetched for writing. Pointers are restrict as
-// parameters: gcc ignores restrict on variables.
+// kRows rows: x and grad, widened, their statistics and, in lanes, the sums over each row
+template <typename A, int kRows>
+struct NormBlock {
+  const A *r[kRows], *u[kRows];
+  A mean[kRows], rstd[kRows];
+  A sum_gw[kRows][kNormBlockLanes] = {}, sum_gw_hat[kRows][kNormBlockLanes] = {};
+};
+
+// The sums for the backward of a block: those over each row, and those over the rows, added to dw
+// and db (centred only). dx: prefetched for writing. Pointers are restrict as parameters: gcc
+// ignores restrict on variables.
 template <typename T, bool kCentred, bool kDx, bool kParams, int kRows, typename A = acc_t<T>>
-TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRows],
-                             const A* __restrict w, const A (&mean)[kRows], const A (&rstd)[kRows],
-                             A (&sum_gw)[kRows][kNormBlockLanes],
-                             A (&sum_gw_hat)[kRows][kNormBlockLanes], A* __restrict dw,
+TP_INLINE void norm_add_sums(NormBlock<A, kRows>& block, const A* __restrict w, A* __restrict dw,
                              A* __restrict db, T* dx, int64_t n) {
   constexpr int kTile = kNormBlockLanes;
   // No product is shared: each is fused with its sum or none is, whatever kRows, so that a row
@@ -39,7 +44,7 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
     A dwk = kParams ? dw[k] : A(0), dbk = kParams && kCentred ? db[k] : A(0);
     const A wk = w[k];
     const auto row = [&](int q) TP_INLINED {
-      const A hat = norm_hat(r[q][k], mean[q], rstd[q]), uk = u[q][k];
+      const A hat = norm_hat(block.r[q][k], block.mean[q], block.rstd[q]), uk = block.u[q][k];
       if constexpr (kDx) add_gw(q, uk, wk, hat);
       if constexpr (kParams) dwk += uk * hat;
       if constexpr (kParams && kCentred) dbk += uk;
@@ -55,8 +60,8 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
       for (int q = 0; q < kRows; ++q) fetch<2, kTile>(dx + q * n + k);
     for (int l = 0; l < kTile; ++l)
       add(k + l, [&](int q, A uk, A wk, A hat) TP_INLINED {
-        sum_gw_hat[q][l] += uk * (wk * hat);
-        if constexpr (kCentred) sum_gw[q][l] += uk * wk;
+        block.sum_gw_hat[q][l] += uk * (wk * hat);
+        if constexpr (kCentred) block.sum_gw[q][l] += uk * wk;
       });
   }
   if (k == n) return;
@@ -68,27 +73,37 @@ TP_INLINE void norm_add_sums(const A* const (&r)[kRows], const A* const (&u)[kRo
       gw[q][l] = uk * wk;
     });
   for (int q = 0; q < kRows; ++q)
-    for (int l = 0; l < kTile; ++l) sum_gw_hat[q][l] += gw_hat[q][l], sum_gw[q][l] += gw[q][l];
+    for (int l = 0; l < kTile; ++l)
+      block.sum_gw_hat[q][l] += gw_hat[q][l], block.sum_gw[q][l] += gw[q][l];
 }
 
-// dx of one row, r and u the widened x and grad. `next`: distance in elements from this row to the
-// one to prefetch
+// One row of dx, from the widened x and grad. `next`: distance in elements from this row to the one
+// to prefetch, next_x and next_g. Members are restrict, as gcc knows them through a restrict
+// reference.
+template <typename T, typename A = acc_t<T>>
+struct NormDxRow {
+  const A* __restrict r, * __restrict u, * __restrict w;
+  const T* __restrict grad_sum;  // added, or null
+  T* __restrict dx;
+  A mean, rstd, mean_gw, mean_gw_hat;
+  int64_t n;
+  const T *next_x, *next_g;
+  int64_t next;
+};
+
 template <typename T>
-TP_INLINE void norm_dx_row(const acc_t<T>* __restrict r, const acc_t<T>* __restrict u,
-                           const acc_t<T>* __restrict w, const T* __restrict grad_sum,
-                           T* __restrict dx, acc_t<T> mean, acc_t<T> rstd, acc_t<T> mean_gw,
-                           acc_t<T> mean_gw_hat, int64_t n, const T* next_x, const T* next_g,
-                           int64_t next) {
+TP_INLINE void norm_dx_row(const NormDxRow<T>& __restrict p) {
   const auto value = [&](int64_t k) TP_INLINED {
-    return norm_dx(u[k] * w[k], norm_hat(r[k], mean, rstd), rstd, mean_gw, mean_gw_hat);
+    return norm_dx(p.u[k] * p.w[k], norm_hat(p.r[k], p.mean, p.rstd), p.rstd, p.mean_gw,
+                   p.mean_gw_hat);
   };
-  if (grad_sum != nullptr) {
+  if (p.grad_sum != nullptr) {
     const auto write = [&](int64_t k)
-                           TP_INLINED { dx[k] = from_acc<T>(value(k) + to_acc(grad_sum[k])); };
-    sweep<2>(n, write, next_x, next_g, grad_sum + next);
+                           TP_INLINED { p.dx[k] = from_acc<T>(value(k) + to_acc(p.grad_sum[k])); };
+    sweep<2>(p.n, write, p.next_x, p.next_g, p.grad_sum + p.next);
   } else {
-    const auto write = [&](int64_t k) TP_INLINED { dx[k] = from_acc<T>(value(k)); };
-    sweep<2>(n, write, next_x, next_g);
+    const auto write = [&](int64_t k) TP_INLINED { p.dx[k] = from_acc<T>(value(k)); };
+    sweep<2>(p.n, write, p.next_x, p.next_g);
   }
 }
 
@@ -110,25 +125,34 @@ TP_INLINE void norm_backward_block(const NormBackward<T>& p, int64_t first, int6
   using A = acc_t<T>;
   const int64_t n = p.n;
   const T *const x = p.x + first * n, *const g = p.grad + first * n;
-  const A *r[kRows], *u[kRows];
-  A mean[kRows], rstd[kRows];
-  A sum_gw[kRows][kNormBlockLanes] = {}, sum_gw_hat[kRows][kNormBlockLanes] = {};
+  NormBlock<A, kRows> block;
   for (int q = 0; q < kRows; ++q) {
-    r[q] = widened_row(x + q * n, n, p.cache + 2 * q * n);
-    u[q] = widened_row(g + q * n, n, p.cache + (2 * q + 1) * n);
-    mean[q] = kCentred ? p.means[first + q] : A(0);
-    rstd[q] = p.rstds[first + q];
+    block.r[q] = widened_row(x + q * n, n, p.cache + 2 * q * n);
+    block.u[q] = widened_row(g + q * n, n, p.cache + (2 * q + 1) * n);
+    block.mean[q] = kCentred ? p.means[first + q] : A(0);
+    block.rstd[q] = p.rstds[first + q];
   }
-  norm_add_sums<T, kCentred, kDx, kParams, kRows>(r, u, p.w, mean, rstd, sum_gw, sum_gw_hat, p.dw,
-                                                  p.db, kDx ? p.dx + first * n : nullptr, n);
+  norm_add_sums<T, kCentred, kDx, kParams, kRows>(block, p.w, p.dw, p.db,
+                                                  kDx ? p.dx + first * n : nullptr, n);
   if constexpr (!kDx) return;
   for (int q = 0; q < kRows; ++q) {
-    const A mean_gw = kCentred ? sum_lanes(sum_gw[q]) / static_cast<A>(n) : A(0);
-    const A mean_gw_hat = sum_lanes(sum_gw_hat[q]) / static_cast<A>(n);
     const int64_t row = (first + q) * n;
-    norm_dx_row(r[q], u[q], p.w, p.grad_sum == nullptr ? nullptr : p.grad_sum + row, p.dx + row,
-                mean[q], rstd[q], mean_gw, mean_gw_hat, n, p.x + row + next, p.grad + row + next,
-                next);
+    const NormDxRow<T> dx_row{
+        block.r[q],
+        block.u[q],
+        p.w,
+        p.grad_sum == nullptr ? nullptr : p.grad_sum + row,
+        p.dx + row,
+        block.mean[q],
+        block.rstd[q],
+        kCentred ? sum_lanes(block.sum_gw[q]) / static_cast<A>(n) : A(0),
+        sum_lanes(block.sum_gw_hat[q]) / static_cast<A>(n),
+        n,
+        p.x + row + next,
+        p.grad + row + next,
+        next,
+    };
+    norm_dx_row(dx_row);
   }
 }
 
