@@ -45,26 +45,37 @@ TP_INLINE void encode_block(const T* __restrict x, float* __restrict residual,
 }
 
 // Blocks [from, to) of `count` values, the last of which may be shorter
+struct Blocks {
+  int64_t count, block, from, to;
+
+  int64_t first_of(int64_t b) const { return b * block; }
+  int64_t size_of(int64_t b) const { return std::min(block, count - first_of(b)); }
+  int64_t byte_of(int64_t b) const { return b * (block + kScaleBytes); }
+};
+
 template <typename Code, bool Feedback, typename T>
-TP_MULTIVERSION void encode_blocks(const T* x, float* residual, uint8_t* wire, int64_t count,
-                                   int64_t block, int64_t from, int64_t to) {
-  for (int64_t b = from; b < to; ++b) {
-    const int64_t first = b * block, left = count - first, n = left < block ? left : block;
+TP_MULTIVERSION void encode_blocks(const T* x, float* residual, uint8_t* wire, Blocks blocks) {
+  for (int64_t b = blocks.from; b < blocks.to; ++b) {
+    const int64_t first = blocks.first_of(b);
     encode_block<Code, Feedback>(x + first, Feedback ? residual + first : nullptr,
-                                 wire + b * (block + kScaleBytes), n);
+                                 wire + blocks.byte_of(b), blocks.size_of(b));
   }
 }
 
+// Blocks of the ranks, `step` bytes apart
+struct Received {
+  const uint8_t* wire;
+  int64_t ranks, step;
+};
+
 // The same of the sums of the blocks of all ranks, added in their order; `sums` holds a block
 template <typename Code, bool Feedback>
-TP_MULTIVERSION void encode_sums(const uint8_t* received, int64_t ranks, int64_t step, float* sums,
-                                 float* residual, uint8_t* wire, int64_t count, int64_t block,
-                                 int64_t from, int64_t to) {
-  for (int64_t b = from; b < to; ++b) {
-    const int64_t first = b * block, left = count - first, n = left < block ? left : block;
-    const int64_t place = b * (block + kScaleBytes);
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      const uint8_t* one = received + rank * step + place;
+TP_MULTIVERSION void encode_sums(const Received& received, float* sums, float* residual,
+                                 uint8_t* wire, Blocks blocks) {
+  for (int64_t b = blocks.from; b < blocks.to; ++b) {
+    const int64_t n = blocks.size_of(b), place = blocks.byte_of(b);
+    for (int64_t rank = 0; rank < received.ranks; ++rank) {
+      const uint8_t* one = received.wire + rank * received.step + place;
       const float scale = read_scale(one);
       const uint8_t* codes = one + kScaleBytes;
       if (rank == 0)
@@ -72,19 +83,19 @@ TP_MULTIVERSION void encode_sums(const uint8_t* received, int64_t ranks, int64_t
       else
         for (int64_t i = 0; i < n; ++i) sums[i] += decoded<Code>(codes[i], scale);
     }
-    encode_block<Code, Feedback>(sums, Feedback ? residual + first : nullptr, wire + place, n);
+    encode_block<Code, Feedback>(sums, Feedback ? residual + blocks.first_of(b) : nullptr,
+                                 wire + place, n);
   }
 }
 
 template <typename Code, typename T>
-TP_MULTIVERSION void decode_blocks(const uint8_t* wire, T* out, float divisor, int64_t count,
-                                   int64_t block, int64_t from, int64_t to) {
-  for (int64_t b = from; b < to; ++b) {
-    const int64_t first = b * block, left = count - first, n = left < block ? left : block;
-    const uint8_t* one = wire + b * (block + kScaleBytes);
+TP_MULTIVERSION void decode_blocks(const uint8_t* wire, T* out, float divisor, Blocks blocks) {
+  for (int64_t b = blocks.from; b < blocks.to; ++b) {
+    const int64_t n = blocks.size_of(b);
+    const uint8_t* one = wire + blocks.byte_of(b);
     const float scale = read_scale(one);
     const uint8_t* __restrict codes = one + kScaleBytes;
-    T* __restrict to_values = out + first;
+    T* __restrict to_values = out + blocks.first_of(b);
     for (int64_t i = 0; i < n; ++i)
       to_values[i] = from_acc<T>(decoded<Code>(codes[i], scale) / divisor);
   }
@@ -97,9 +108,13 @@ void dispatch_code(bool float8, bool feedback, F f) {
             [&](auto code) { feedback ? f(code, std::true_type{}) : f(code, std::false_type{}); });
 }
 
+// f(blocks), in parallel
 template <typename F>
 void for_blocks(int64_t count, int64_t block, F f) {
-  at::parallel_for(0, blocks_in(count, block), rows_per_thread(block), f);
+  at::parallel_for(0, blocks_in(count, block), rows_per_thread(block),
+                   [&](int64_t from, int64_t to) {
+                     f(Blocks{count, block, from, to});
+                   });
 }
 
 // f(place) for the elements that each rank owns
@@ -129,10 +144,10 @@ void compress(const Tensor& x, const OptionalTensor& residual, const Tensor& wir
       using T = decltype(zero);
       if constexpr (!std::is_same_v<T, double>)
         dispatch_code(float8, feedback, [&](auto code, auto with_feedback) {
-          for_blocks(place.count, block, [&](int64_t from, int64_t to) {
+          for_blocks(place.count, block, [&](Blocks blocks) {
             encode_blocks<decltype(code), decltype(with_feedback)::value>(
                 in<T>(x) + place.first, feedback ? errors + place.first : nullptr,
-                out<uint8_t>(wire) + place.byte, place.count, block, from, to);
+                out<uint8_t>(wire) + place.byte, blocks);
           });
         });
     });
@@ -145,14 +160,13 @@ void sum_compressed(const Tensor& received, const OptionalTensor& residual, cons
   check_wire(wire, "wire", wire);
   check_residual(residual, count, wire);
   check_sums(received, wire, byte, count, block);
-  const int64_t step = received.size(1);
+  const Received parts{in<uint8_t>(received) + byte, received.size(0), received.size(1)};
   dispatch_code(float8, residual.has_value(), [&](auto code, auto with_feedback) {
-    for_blocks(count, block, [&](int64_t from, int64_t to) {
+    for_blocks(count, block, [&](Blocks blocks) {
       std::vector<float> sums(block);
       encode_sums<decltype(code), decltype(with_feedback)::value>(
-          in<uint8_t>(received) + byte, received.size(0), step, sums.data(),
-          residual.has_value() ? out<float>(*residual) : nullptr, out<uint8_t>(wire) + byte, count,
-          block, from, to);
+          parts, sums.data(), residual.has_value() ? out<float>(*residual) : nullptr,
+          out<uint8_t>(wire) + byte, blocks);
     });
   });
 }
@@ -167,10 +181,9 @@ void decompress(const Tensor& wire, const Tensor& values, const Tensor& places, 
       using T = decltype(zero);
       if constexpr (!std::is_same_v<T, double>)
         with_code(float8, [&](auto code) {
-          for_blocks(place.count, block, [&](int64_t from, int64_t to) {
+          for_blocks(place.count, block, [&](Blocks blocks) {
             decode_blocks<decltype(code)>(in<uint8_t>(wire) + place.byte,
-                                          out<T>(values) + place.first, divisor, place.count, block,
-                                          from, to);
+                                          out<T>(values) + place.first, divisor, blocks);
           });
         });
     });
