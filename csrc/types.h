@@ -14,6 +14,10 @@ using OptionalTensor = std::optional<at::Tensor>;
 using Sizes = at::OptionalSymIntArrayRef;
 
 inline bool has(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+// The dtype in which a half type is summed
+inline at::ScalarType sum_dtype(const Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // The typed handle of "tp_ext::<name>"; TP_OP of operators.h gives it the declared type
 template <typename Signature>

@@ -28,12 +28,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-at::ScalarType accumulating(const Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 Operands accumulating(const Operands& operands) {
-  const auto dtype = accumulating(operands.q);
+  const auto dtype = sum_dtype(operands.q);
   return {operands.q.to(dtype), operands.k.to(dtype), operands.v.to(dtype)};
 }
 
@@ -237,7 +233,7 @@ Operands tile_backward(const Tensor& dout, const Operands& operands, const Atten
   const auto kernel = kernel_of(q, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
-    const auto dtype = accumulating(q);
+    const auto dtype = sum_dtype(q);
     return formula_backward(dout.to(dtype), accumulating(operands),
                             {result.out.to(dtype), result.lse}, tile,
                             formula_options(tile, options), length, seed);

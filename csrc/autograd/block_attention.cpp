@@ -38,7 +38,7 @@ namespace tp_ext {
 namespace {
 
 constexpr int64_t kQueries = 128;
-constexpr const char* kName = "block_attention";
+constexpr const char* kBlockAttention = "block_attention";
 
 struct Keys {
   int64_t begin, end;
@@ -61,13 +61,9 @@ struct AttentionCall {
   int64_t kv_head(int64_t head) const { return kv_heads.empty() ? head : kv_heads[head]; }
 };
 
-at::ScalarType accumulating(const Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // x[batch, head] as a matrix of the dtype of the sums
 Tensor matrix_of(const Tensor& x, int64_t batch, int64_t head) {
-  return x.select(0, batch).select(0, head).to(accumulating(x)).contiguous();
+  return x.select(0, batch).select(0, head).to(sum_dtype(x)).contiguous();
 }
 
 Tensor padded_rows(const Tensor& x, int64_t rows) {
@@ -99,13 +95,13 @@ Tensor additive(const OptionalTensor& mask, const Tensor& q, int64_t m) {
   if (!mask.has_value()) return Tensor();
   Tensor added = *mask;
   if (added.scalar_type() == at::kBool) {
-    const auto options = q.options().dtype(accumulating(q));
+    const auto options = q.options().dtype(sum_dtype(q));
     const auto number = [&](double value) { return at::full({}, value, options); };
     added = at::where(added, number(0), number(-std::numeric_limits<double>::infinity()));
   }
   auto shape = added.sizes().vec();
   shape[3] = m;
-  return added.to(accumulating(q)).expand(shape).contiguous();
+  return added.to(sum_dtype(q)).expand(shape).contiguous();
 }
 
 // One head: y [n, width] and the logarithm of the sums, [n]
@@ -195,7 +191,7 @@ struct BlockAttention : Function<BlockAttention> {
     const Unrecorded guard(false);
     const Tensor mask = mask_given.value_or(Tensor()), padding = padding_given.value_or(Tensor());
     const int64_t batch = q.size(0), heads = q.size(1), n = q.size(2);
-    const auto accumulated = q.options().dtype(accumulating(q));
+    const auto accumulated = q.options().dtype(sum_dtype(q));
     const Tensor lse = at::empty({batch, heads, n}, accumulated);
     // [batch, n, heads, width] in memory, as the next linear reads it
     const Tensor y = at::empty({batch, n, heads, v.size(3)}, q.options()).transpose(1, 2);
@@ -218,7 +214,7 @@ struct BlockAttention : Function<BlockAttention> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kName, grads);
+    refuse_double_backward(kBlockAttention, grads);
     const Unrecorded guard(false);
     const auto saved = ctx->get_saved_variables();
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &y = saved[3], &lse = saved[4];
@@ -253,7 +249,7 @@ struct BlockAttention : Function<BlockAttention> {
  private:
   template <typename F>
   static void dispatch_accumulated(const Tensor& x, const F& f) {
-    accumulating(x) == at::kDouble ? f(double{}) : f(float{});
+    sum_dtype(x) == at::kDouble ? f(double{}) : f(float{});
   }
 };
 
@@ -325,7 +321,7 @@ Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                        const OptionalTensor& mask, const OptionalTensor& padding,
                        at::IntArrayRef kv_heads, bool causal, std::optional<double> scale,
                        std::optional<int64_t> window, std::optional<double> softcap) {
-  refuse_forward_mode(kName, q, k, v);
+  refuse_forward_mode(kBlockAttention, q, k, v);
   check(q, k, v, mask, padding, kv_heads);
   const AttentionCall call{kv_heads.vec(), causal,
                            scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3)))), window,

@@ -35,7 +35,7 @@
 namespace tp_ext {
 namespace {
 
-constexpr const char* kName = "a linear built in tp_ext.tp_invariant";
+constexpr const char* kBlockLinear = "a linear built in tp_ext.tp_invariant";
 
 struct BlockCall {
   std::string group;
@@ -163,7 +163,7 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kName, grads);
+    refuse_double_backward(kBlockLinear, grads);
     const auto s = SavedBlocks::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
@@ -224,7 +224,7 @@ struct BlockRowLinear : Function<BlockRowLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    refuse_double_backward(kName, grads);
+    refuse_double_backward(kBlockLinear, grads);
     const auto s = SavedBlocks::get(ctx);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
@@ -268,7 +268,7 @@ struct BlockRowLinear : Function<BlockRowLinear> {
 Tensor block_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                            const std::string& group, bool sequence_parallel, Sizes sizes,
                            int64_t blocks, at::IntArrayRef segments) {
-  refuse_forward_mode(kName, x, weight, bias);
+  refuse_forward_mode(kBlockLinear, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1);
   const int64_t p = comm::size(group);
   BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
@@ -279,7 +279,7 @@ Tensor block_column_linear(const Tensor& x, const Tensor& weight, const Optional
 Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                         const std::string& group, bool sequence_parallel, int64_t blocks,
                         at::IntArrayRef segments) {
-  refuse_forward_mode(kName, x, weight, bias);
+  refuse_forward_mode(kBlockLinear, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1, true);
   const int64_t p = comm::size(group);
   BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};

@@ -90,7 +90,7 @@ class Work {
 
   // [batch, tokens, heads, head_dim] in q's dtype, and lse [batch, heads, tokens]
   Attended result() const {
-    const auto dtype = q_.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto dtype = sum_dtype(q_);
     std::vector<Tensor> outs, lses;
     for (const auto& part : parts_)
       if (part.out.defined()) {
@@ -146,7 +146,7 @@ class Work {
   // Adds the gradient of rows of a block, from `row` on, to the chunks that they are
   void add(std::vector<Tensor>& sums, const Tensor& gradient, int64_t rank, int64_t sequence,
            int64_t row) const {
-    const auto dtype = gradient.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto dtype = sum_dtype(gradient);
     const int64_t end = row + gradient.sym_size(1).guard_int(__FILE__, __LINE__);
     for (int64_t i = 0; i < tiles_.per_rank(); ++i) {
       const SequenceChunk& chunk = tiles_.chunk(rank, sequence, i);

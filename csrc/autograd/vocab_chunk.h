@@ -5,12 +5,9 @@
 #include <ATen/core/Tensor.h>
 #include <optional>
 
-namespace tp_ext {
+#include "types.h"
 
-// The dtype in which a half type is summed
-inline at::ScalarType sum_dtype(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
+namespace tp_ext {
 
 // x weight^T + bias of one chunk after another, in the same memory unless the call is traced
 class LogitsBuffer {

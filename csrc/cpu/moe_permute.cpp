@@ -18,7 +18,7 @@ namespace tp_ext {
 namespace {
 
 constexpr int64_t kChunk = 1024;
-constexpr int kLanes = 32;
+constexpr int kDotLanes = 32;
 
 int64_t tokens_per_thread(const MoeShape& shape) {
   return std::max<int64_t>(1, kGrain / (shape.choices * shape.hidden + 1));
@@ -83,10 +83,10 @@ TP_MULTIVERSION void sum_slots(const T* y, const int64_t* rows, const acc_t<T>* 
 
 template <typename T>
 TP_MULTIVERSION acc_t<T> dot(const T* __restrict x, const T* __restrict y, int64_t n) {
-  acc_t<T> lanes[kLanes] = {};
+  acc_t<T> lanes[kDotLanes] = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += to_acc(x[i + l]) * to_acc(y[i + l]);
+  for (; i + kDotLanes <= n; i += kDotLanes)
+    for (int l = 0; l < kDotLanes; ++l) lanes[l] += to_acc(x[i + l]) * to_acc(y[i + l]);
   for (int l = 0; i + l < n; ++l) lanes[l] += to_acc(x[i + l]) * to_acc(y[i + l]);
   return sum_lanes(lanes);
 }
