@@ -11,6 +11,11 @@ namespace tp_ext {
 // vector loop may round otherwise.
 constexpr int64_t kTileKeys = 128;
 
+// Keys [begin, end) of a query
+struct Keys {
+  int64_t begin, end;
+};
+
 template <typename A>
 struct ScoreOptions {
   A scale, softcap;  // softcap 0: none
@@ -23,16 +28,16 @@ struct SoftmaxRow {
 };
 
 // Makes the products q k of a tile, [kTileKeys], weights relative to the maximum so far, in place.
-// `out`, [width], the sum of weighted values so far, is scaled when the maximum grows. Keys outside
-// of [begin, end) get 0. mask: added to the scores, of the keys in [begin, end), or null.
+// `out`, [width], the sum of weighted values so far, is scaled when the maximum grows. Keys that
+// are not seen get 0. mask: added to the scores, of the keys that are seen, or null.
 template <typename A>
-void tile_weights(A* scores, const A* mask, int64_t begin, int64_t end,
-                  const ScoreOptions<A>& options, SoftmaxRow<A>& row, A* out, int64_t width);
+void tile_weights(A* scores, const A* mask, Keys seen, const ScoreOptions<A>& options,
+                  SoftmaxRow<A>& row, A* out, int64_t width);
 
 // From the products q k and dout v of n keys: the weights exp(score - lse) and the gradients of the
 // products, in place. dot: dout out.
 template <typename A>
-void weight_grads(A* products, A* dweights, const A* mask, int64_t begin, int64_t end, int64_t n,
+void weight_grads(A* products, A* dweights, const A* mask, Keys seen, int64_t n,
                   const ScoreOptions<A>& options, A lse, A dot);
 
 }  // namespace tp_ext

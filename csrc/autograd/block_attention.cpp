@@ -40,10 +40,6 @@ namespace {
 constexpr int64_t kQueries = 128;
 constexpr const char* kBlockAttention = "block_attention";
 
-struct Keys {
-  int64_t begin, end;
-};
-
 struct AttentionCall {
   std::vector<int64_t> kv_heads;  // of each query head; empty: its own
   bool causal;
@@ -76,12 +72,14 @@ Tensor tile_of(const Tensor& x, int64_t begin) {
   return padded_rows(x.narrow(0, begin, rows), kTileKeys);
 }
 
-// A mask [batch or 1, heads or 1, n or 1, m] that is added to scores: the row of a query, or null
+// A mask [batch or 1, heads or 1, n or 1, m] that is added to scores, at a head: the row of a query,
+// or null
 template <typename A>
 struct MaskRows {
   const Tensor& mask;
+  int64_t batch, head;
 
-  const A* row(int64_t batch, int64_t head, int64_t i) const {
+  const A* row(int64_t i) const {
     if (!mask.defined()) return nullptr;
     const auto index = [&](int64_t dim, int64_t at) { return mask.size(dim) == 1 ? 0 : at; };
     return in<A>(mask) +
@@ -104,11 +102,19 @@ Tensor additive(const OptionalTensor& mask, const Tensor& q, int64_t m) {
   return added.to(sum_dtype(q)).expand(shape).contiguous();
 }
 
-// One head: y [n, width] and the logarithm of the sums, [n]
+// Matrices of one head; y [n, width], lse [n]: the logarithm of the sums. Of the gradients, dq, dk
+// and dv are zeros at first
+struct Head {
+  Tensor q, k, v, y, lse;
+};
+struct HeadGrads {
+  Tensor dy, dq, dk, dv;
+};
+
+// Writes y and lse. first: the first key
 template <typename A>
-void attend(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionCall& call,
-            int64_t first, const MaskRows<A>& masks, int64_t batch, int64_t head, const Tensor& y,
-            const Tensor& lse) {
+void attend(const Head& x, const AttentionCall& call, int64_t first, const MaskRows<A>& masks) {
+  const auto& [q, k, v, y, lse] = x;
   const int64_t n = q.size(0), m = k.size(0), width = v.size(1);
   const ScoreOptions<A> options{static_cast<A>(call.scale), static_cast<A>(call.softcap)};
   for (int64_t start = 0; start < n; start += kQueries) {
@@ -129,11 +135,11 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionCa
       Tensor target = scores;
       at::mm_out(target, queries, tile_of(k, tile).t());
       for (int64_t i = 0; i < rows; ++i) {
-        const A* mask = masks.row(batch, head, start + i);
-        tile_weights(out<A>(scores) + i * kTileKeys, mask == nullptr ? mask : mask + tile,
-                     std::max<int64_t>(seen[i].begin - tile, 0),
-                     std::min(seen[i].end - tile, kTileKeys), options, state[i],
-                     out<A>(sums) + i * width, width);
+        const A* mask = masks.row(start + i);
+        tile_weights(
+            out<A>(scores) + i * kTileKeys, mask == nullptr ? mask : mask + tile,
+            {std::max<int64_t>(seen[i].begin - tile, 0), std::min(seen[i].end - tile, kTileKeys)},
+            options, state[i], out<A>(sums) + i * width, width);
       }
       sums.addmm_(scores, tile_of(v, tile));
     }
@@ -148,12 +154,12 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionCa
   }
 }
 
-// One head: the gradients of q, k and v, which are zeros at first
+// Writes dq, dk and dv
 template <typename A>
-void attend_backward(const Tensor& dy, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& y, const Tensor& lse, const AttentionCall& call, int64_t first,
-                     const MaskRows<A>& masks, int64_t batch, int64_t head, Tensor dq, Tensor dk,
-                     Tensor dv) {
+void attend_backward(const Head& x, const HeadGrads& dx, const AttentionCall& call, int64_t first,
+                     const MaskRows<A>& masks) {
+  const auto& [q, k, v, y, lse] = x;
+  const auto& [dy, dq, dk, dv] = dx;
   const int64_t n = q.size(0), m = k.size(0);
   const ScoreOptions<A> options{static_cast<A>(call.scale), static_cast<A>(call.softcap)};
   const Tensor dots = (dy * y).sum(1);
@@ -168,9 +174,9 @@ void attend_backward(const Tensor& dy, const Tensor& q, const Tensor& k, const T
                  grads = at::mm(queries(dy), keys(v).t());
     for (int64_t i = 0; i < rows; ++i) {
       const Keys seen = call.seen(start + i, n, m, first);
-      const A* mask = masks.row(batch, head, start + i);
+      const A* mask = masks.row(start + i);
       weight_grads(out<A>(weights) + i * count, out<A>(grads) + i * count,
-                   mask == nullptr ? mask : mask + begin, seen.begin - begin, seen.end - begin,
+                   mask == nullptr ? mask : mask + begin, {seen.begin - begin, seen.end - begin},
                    count, options, in<A>(lse)[start + i], in<A>(dots)[start + i]);
     }
     Tensor own = queries(dq);
@@ -197,11 +203,10 @@ struct BlockAttention : Function<BlockAttention> {
     const Tensor y = at::empty({batch, n, heads, v.size(3)}, q.options()).transpose(1, 2);
     for_each_block(q, batch * heads, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads, kv = call.kv_head(h);
-      const Tensor rows = matrix_of(q, b, h), keys = matrix_of(k, b, kv),
-                   values = matrix_of(v, b, kv);
+      const Head head{matrix_of(q, b, h), matrix_of(k, b, kv), matrix_of(v, b, kv),
+                      y.select(0, b).select(0, h), lse.select(0, b).select(0, h)};
       dispatch_accumulated(q, [&](auto zero) {
-        attend<decltype(zero)>(rows, keys, values, call, first_key(padding, b), {mask}, b, h,
-                               y.select(0, b).select(0, h), lse.select(0, b).select(0, h));
+        attend<decltype(zero)>(head, call, first_key(padding, b), {mask, b, h});
       });
     });
     ctx->save_for_backward({q, k, v, y, lse, mask, padding});
@@ -230,18 +235,16 @@ struct BlockAttention : Function<BlockAttention> {
     for_each_block(q, q.size(0) * heads, [&](int64_t i) {
       const int64_t b = i / heads, h = i % heads;
       const auto matrix = [&](const Tensor& x) { return matrix_of(x, b, h); };
-      const Tensor rows = matrix(q), keys = matrix(k), values = matrix(v);
-      const Tensor drows = at::zeros_like(rows), dkeys = at::zeros_like(keys),
-                   dvalues = at::zeros_like(values);
+      const Head head{matrix(q), matrix(k), matrix(v), matrix(y), lse.select(0, b).select(0, h)};
+      const HeadGrads own{matrix(grads[0]), at::zeros_like(head.q), at::zeros_like(head.k),
+                          at::zeros_like(head.v)};
       dispatch_accumulated(q, [&](auto zero) {
-        attend_backward<decltype(zero)>(matrix(grads[0]), rows, keys, values, matrix(y),
-                                        lse.select(0, b).select(0, h), call, first_key(padding, b),
-                                        {mask}, b, h, drows, dkeys, dvalues);
+        attend_backward<decltype(zero)>(head, own, call, first_key(padding, b), {mask, b, h});
       });
       const auto put = [&](const Tensor& to, const Tensor& from) {
         to.select(0, b).select(0, h).copy_(from);
       };
-      put(dq, drows), put(dk, dkeys), put(dv, dvalues);
+      put(dq, own.dq), put(dk, own.dk), put(dv, own.dv);
     });
     return gradients({dq, dk, dv});
   }

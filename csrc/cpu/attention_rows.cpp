@@ -27,7 +27,8 @@ A factor(const ScoreOptions<A>& options) {
 }
 
 template <typename A>
-TP_MULTIVERSION A scores_of_tile(A* s, const A* mask, int64_t begin, int64_t end, A scale) {
+TP_MULTIVERSION A scores_of_tile(A* s, const A* mask, Keys seen, A scale) {
+  const int64_t begin = seen.begin, end = seen.end;
   A max = kMinusInfinity<A>;
   if (mask == nullptr) {
 #pragma omp simd reduction(max : max)
@@ -70,9 +71,9 @@ TP_MULTIVERSION void scale_row(A* x, int64_t n, A factor) {
 // that all kinds round alike.
 template <typename A, bool Masked, bool Capped>
 TP_MULTIVERSION void grads_of_row(A* __restrict p, A* __restrict dp, const A* __restrict mask,
-                                  int64_t begin, int64_t end, A scale, A lse, A dot, A dscale) {
+                                  Keys seen, A scale, A lse, A dot, A dscale) {
 #pragma omp simd
-  for (int64_t j = begin; j < end; ++j) {
+  for (int64_t j = seen.begin; j < seen.end; ++j) {
     const A raw = p[j];
     A exponent = raw * scale + (Masked ? mask[j] : A(0)) - lse;
     exponent = exponent > A(0) ? A(0) : exponent;  // by rounding alone
@@ -86,10 +87,10 @@ TP_MULTIVERSION void grads_of_row(A* __restrict p, A* __restrict dp, const A* __
 }  // namespace
 
 template <typename A>
-void tile_weights(A* scores, const A* mask, int64_t begin, int64_t end,
-                  const ScoreOptions<A>& options, SoftmaxRow<A>& row, A* out, int64_t width) {
+void tile_weights(A* scores, const A* mask, Keys seen, const ScoreOptions<A>& options,
+                  SoftmaxRow<A>& row, A* out, int64_t width) {
   cap(scores, kTileKeys, options);
-  const A tile_max = scores_of_tile(scores, mask, begin, end, factor(options));
+  const A tile_max = scores_of_tile(scores, mask, seen, factor(options));
   const A max = tile_max > row.max ? tile_max : row.max;
   // Nothing is visible so far: exponentials of -inf - 0 are 0
   const A shift = max == kMinusInfinity<A> ? A(0) : max;
@@ -103,7 +104,7 @@ void tile_weights(A* scores, const A* mask, int64_t begin, int64_t end,
 }
 
 template <typename A>
-void weight_grads(A* products, A* dweights, const A* mask, int64_t begin, int64_t end, int64_t n,
+void weight_grads(A* products, A* dweights, const A* mask, Keys seen, int64_t n,
                   const ScoreOptions<A>& options, A lse, A dot) {
   cap(products, n, options);
   const bool capped = options.softcap != A(0);
@@ -111,16 +112,15 @@ void weight_grads(A* products, A* dweights, const A* mask, int64_t begin, int64_
                          ? capped ? grads_of_row<A, false, true> : grads_of_row<A, false, false>
                      : capped ? grads_of_row<A, true, true>
                               : grads_of_row<A, true, false>;
-  grads(products, dweights, mask, begin, end, factor(options), lse, dot, options.scale);
+  grads(products, dweights, mask, seen, factor(options), lse, dot, options.scale);
   for (int64_t j = 0; j < n; ++j)
-    if (j < begin || j >= end) products[j] = dweights[j] = 0;
+    if (j < seen.begin || j >= seen.end) products[j] = dweights[j] = 0;
 }
 
-#define TP_INSTANTIATE(A)                                                                         \
-  template void tile_weights(A*, const A*, int64_t, int64_t, const ScoreOptions<A>&,              \
-                             SoftmaxRow<A>&, A*, int64_t);                                        \
-  template void weight_grads(A*, A*, const A*, int64_t, int64_t, int64_t, const ScoreOptions<A>&, \
-                             A, A);
+#define TP_INSTANTIATE(A)                                                                    \
+  template void tile_weights(A*, const A*, Keys, const ScoreOptions<A>&, SoftmaxRow<A>&, A*, \
+                             int64_t);                                                       \
+  template void weight_grads(A*, A*, const A*, Keys, int64_t, const ScoreOptions<A>&, A, A);
 TP_INSTANTIATE(float)
 TP_INSTANTIATE(double)
 #undef TP_INSTANTIATE
