@@ -13,6 +13,13 @@ inline void check_floating(const at::Tensor& t, const char* name) {
                    " must be a floating point type");
 }
 
+// purpose: of the dtype, such as " with float8"
+inline void check_up_to_float32(const at::Tensor& t, const char* name, const char* purpose = "") {
+  check_floating(t, name);
+  TORCH_CHECK_TYPE(t.scalar_type() != at::kDouble, name, ": dtype ", t.scalar_type(),
+                   " must be float32, bfloat16 or float16", purpose);
+}
+
 inline void check_same_dtype(const at::Tensor& t, const char* name, const at::Tensor& like,
                              const char* like_name) {
   TORCH_CHECK_TYPE(t.scalar_type() == like.scalar_type(), name, ": dtype ", t.scalar_type(),

@@ -32,9 +32,7 @@ inline void check_wire(const at::Tensor& wire, const char* name, const at::Tenso
 }
 
 inline void check_values(const at::Tensor& x, const char* name) {
-  check_floating(x, name);
-  TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, name, ": dtype ", x.scalar_type(),
-                   " must be float32, bfloat16 or float16");
+  check_up_to_float32(x, name);
   TORCH_CHECK_VALUE(x.is_contiguous(), name, ": must be contiguous");
 }
 

@@ -8,9 +8,7 @@
 namespace tp_ext {
 
 inline void check_float8_values(const at::Tensor& x) {
-  check_floating(x, "x");
-  TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, "x: dtype ", x.scalar_type(),
-                   " must be float32, bfloat16 or float16");
+  check_up_to_float32(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 2, "x: shape ", x.sizes(), " must have 2 dims");
 }
 
@@ -19,8 +17,8 @@ inline void check_amax_dim(std::optional<int64_t> dim) {
                     " must be 0, 1 or None");
 }
 
-inline void check_float8_format(at::ScalarType dtype) {
-  TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, "dtype: ", dtype,
+inline void check_float8_format(at::ScalarType format, const char* name) {
+  TORCH_CHECK_TYPE(format == at::kFloat8_e4m3fn || format == at::kFloat8_e5m2, name, ": ", format,
                    " must be float8_e4m3fn or float8_e5m2");
 }
 

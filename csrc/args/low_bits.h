@@ -35,9 +35,7 @@ inline LowBitsRows check_low_bits(const Tensor& packed, const Tensor& scale,
 inline LowBitsRows check_low_bits_product(const Tensor& x, const Tensor& packed,
                                           const Tensor& scale, std::optional<int64_t> block) {
   const LowBitsRows rows = check_low_bits(packed, scale, block);
-  check_floating(x, "x");
-  TORCH_CHECK_TYPE(x.scalar_type() != at::kDouble, "x: dtype ", x.scalar_type(),
-                   " must be float32, bfloat16 or float16");
+  check_up_to_float32(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == rows.inputs(), "x: shape ", x.sizes(),
                     " must be [tokens, ", rows.inputs(), "], the inputs of packed");
   check_same_device(x, "x", packed, "packed");

@@ -6,6 +6,7 @@
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "args/float8.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
@@ -82,15 +83,11 @@ Tensor scaled_product(Scaled a, Scaled b, bool by_row, at::ScalarType dtype) {
 
 void check_float8(const Tensor& x, const Tensor& weight, at::ScalarType forward,
                   at::ScalarType gradient) {
-  for (const auto& [tensor, name] : {std::pair(&x, "x"), std::pair(&weight, "weight")}) {
-    check_floating(*tensor, name);
-    TORCH_CHECK_TYPE(tensor->scalar_type() != at::kDouble, name, ": dtype ", tensor->scalar_type(),
-                     " must be float32, bfloat16 or float16 with float8");
-  }
+  check_up_to_float32(x, "x", " with float8");
+  check_up_to_float32(weight, "weight", " with float8");
   check_same_device(x, "x", weight, "weight");
-  for (const auto format : {forward, gradient})
-    TORCH_CHECK_VALUE(format == at::kFloat8_e4m3fn || format == at::kFloat8_e5m2,
-                      "format: ", format, " must be float8_e4m3fn or float8_e5m2");
+  check_float8_format(forward, "forward");
+  check_float8_format(gradient, "gradient");
   TORCH_CHECK_VALUE(
       !x.is_cuda() || forward == at::kFloat8_e4m3fn,
       "forward: float8_e5m2 must be float8_e4m3fn on CUDA, which has no product of two "

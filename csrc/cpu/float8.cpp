@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor> quantize_to(const Tensor& x, const Tensor& amax, at::
 std::tuple<Tensor, Tensor> quantize(const Tensor& given, const Tensor& amax, at::ScalarType dtype) {
   check_float8_values(given);
   check_amax(amax, given);
-  check_float8_format(dtype);
+  check_float8_format(dtype, "dtype");
   const Tensor x = given.contiguous(), largest = amax.contiguous();
   return dtype == at::kFloat8_e4m3fn ? quantize_to<E4m3>(x, largest, dtype)
                                      : quantize_to<E5m2>(x, largest, dtype);

@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> quantize_on_gpu(const Tensor& x, const Tensor& amax,
                                            at::ScalarType dtype) {
   check_float8_values(x);
   check_amax(amax, x);
-  check_float8_format(dtype);
+  check_float8_format(dtype, "dtype");
   const c10::cuda::CUDAGuard guard(x.device());
   const double most = dtype == at::kFloat8_e4m3fn ? E4m3::kMax : E5m2::kMax;
   const Tensor scale =
