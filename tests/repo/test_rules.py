@@ -4,7 +4,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -14,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jvp, vmap
+from torch.func import jvp, vmap
 
 import tp_ext
 from tests.helpers import ranks, registry
 from tests.helpers.paths import ROOT
-from tests.helpers.registry.entries import FFN, HIDDEN, Case
-from tests.helpers.registry.multi_token import OneDepth
-from tests.mesh_program.subjects import mapped, mapped_sum, product
+from tests.helpers.registry import SUBJECTS
+from tests.helpers.registry.entries import HIDDEN
+from tests.helpers.registry.rules import key as group_key
 
 PAGE = ROOT / "docs" / "develop" / "rules.md"
 COLUMNS = ["forward", "vmap", "fork", "streams", "again", "dtype", "shape"]
@@ -47,6 +46,18 @@ def test_every_public_name_has_a_row():
     assert set(table()) == set(tp_ext.__all__) - modules
 
 
+def test_every_public_module_has_an_entry():
+    """In tests/helpers/registry: how it is made and called, its bytes; test_errors.py asks for its ERRORS."""
+    public = {name: getattr(tp_ext, name) for name in tp_ext.__all__}
+    modules = {name for name, each in public.items() if inspect.isclass(each) and issubclass(each, nn.Module)}
+    modules -= {"ParallelModule"}  # the base class of the others
+    assert modules <= set(SUBJECTS)
+    assert modules <= {row.name for row in registry.SENT.values()}
+    # Caches are used without gradients; what experts save depends on the choices of the router
+    modules -= {"KVCache", "LatentKVCache", "ParallelMoE"}
+    assert modules <= {row.name for row in registry.SAVED.values()}
+
+
 def test_every_cell_is_a_verdict_and_undetectable_ones_are_explained():
     text = PAGE.read_text()
     for name, cells in table().items():
@@ -57,196 +68,6 @@ def test_every_cell_is_a_verdict_and_undetectable_ones_are_explained():
 
 
 # Every function that computes, as f(x) on a rank and on one process
-
-TOKENS, HEADS, VOCAB = 4, 2, 6
-
-
-@dataclass(frozen=True)
-class Subject:
-    """``make(group) -> f``; x is a full tensor of ``shape``, of which f is given the shard along ``x_dim`` (None: all
-    of it), and the result is sharded along ``y_dim``. At p = 1 f is the unsharded function; ``times_p``: f sums its
-    replicated input.
-    """
-
-    make: Callable[[Any], Callable[[Tensor], Tensor]]
-    shape: tuple[int, ...] = (TOKENS, HIDDEN)
-    x_dim: int | None = None
-    y_dim: int | None = None
-    times_p: bool = False
-
-
-def _key(group: Any) -> str | None:
-    """The group as modules hold it: name, rank and size. A ProcessGroup would be the one of today."""
-    return tp_ext.ParallelModule(group).tp_group.name or None
-
-
-def _region(name: str, **options: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    def make(group: Any) -> Callable[[Tensor], Tensor]:
-        key = _key(group)
-        return lambda x: getattr(tp_ext, name)(x, key, **options)
-
-    return make
-
-
-def _module(make: Callable[..., nn.Module], **call: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    def build(group: Any) -> Callable[[Tensor], Tensor]:
-        torch.manual_seed(5)
-        module = make(group).double()
-
-        def f(x: Tensor) -> Tensor:
-            torch.manual_seed(6)
-            if any(q.dtype != x.dtype for q in module.parameters()):
-                module.to(x.dtype)  # not under a transform, whose tensors it would put into the module
-            return module(x, **call)
-
-        f.module = module  # type: ignore[attr-defined]
-        return f
-
-    return build
-
-
-def _layer(case: Case) -> Subject:
-    """A layer of the registry as a function of its input."""
-    dims = [-1 if held == "features" else None for held in (case.takes, case.gives)]
-    call = {name: value for name, value in case.call.items() if name != "total_tokens"}
-    make = _module(lambda group: case.make(group=group), **call)
-    return Subject(make, (TOKENS, FFN if case.takes == "features" else HIDDEN), *dims)
-
-
-def _adapted(group: Any) -> nn.Module:
-    model = nn.Sequential(tp_ext.ColumnParallelLinear(HIDDEN, HIDDEN, group=group))
-    tp_ext.add_lora(model, targets="0", r=2, alpha=2.0)
-    return model
-
-
-def _coalesced(group: Any) -> nn.Module:
-    model = nn.Sequential(tp_ext.RowParallelLinear(HIDDEN, HIDDEN, group=group, sequence_parallel=True))
-    tp_ext.coalesce_gradients(model)
-    return model
-
-
-def _embedding(group: Any) -> Callable[[Tensor], Tensor]:
-    """The embedding as a function of its weight; of a weight that holds each row twice, a lookup of twice the ids."""
-    module = tp_ext.VocabParallelEmbedding(VOCAB, HIDDEN, group=group)
-    rows = len(module.weight)
-
-    def f(weight: Tensor) -> Tensor:
-        ids = torch.tensor([1, 5, 0] * (len(weight) // rows))
-        return functional_call(module, {"weight": weight[:rows]}, (ids,))
-
-    return f
-
-
-def _loss(by_module: bool) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    def make(group: Any) -> Callable[[Tensor], Tensor]:
-        target = torch.arange(2 * TOKENS) % HIDDEN
-        module = tp_ext.VocabParallelCrossEntropy(group=group, vocab_size=HIDDEN)
-        if by_module:
-            return lambda x: module(x, target[: len(x)])
-        key = _key(group)
-        return lambda x: tp_ext.vocab_parallel_cross_entropy(x, target[: len(x)], key, vocab_size=HIDDEN)
-
-    return make
-
-
-def _linear_loss(group: Any) -> Callable[[Tensor], Tensor]:
-    key, (_, p, rank) = _key(group), tp_ext.ParallelModule(group).tp_group
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator).tensor_split(p)[rank]
-    target = torch.arange(2 * TOKENS) % VOCAB
-    return lambda x: tp_ext.linear_cross_entropy(x, weight.to(x), target[: len(x)], key, vocab_size=VOCAB)
-
-
-def _layout(group: Any) -> Callable[[Tensor], Tensor]:
-    """Makes ``unshard`` of a layout of one sequence in contiguous shards, like those of ``torch.tensor_split``."""
-    return tp_ext.ContextLayout([TOKENS], group=_key(group), balance=False).unshard
-
-
-def _token(name: str) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    def make(group: Any) -> Callable[[Tensor], Tensor]:
-        key = _key(group)
-
-        def f(x: Tensor) -> Tensor:
-            torch.manual_seed(6)
-            return getattr(tp_ext, name)(x, key, vocab_size=HIDDEN)
-
-        return f
-
-    return make
-
-
-def _drop(group: Any) -> Callable[[Tensor], Tensor]:
-    key = _key(group)
-
-    def f(x: Tensor) -> Tensor:
-        torch.manual_seed(6)
-        return tp_ext.dropout(x, 0.5, group=key, dim=0)
-
-    return f
-
-
-def _norm_of_gradients(name: str) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    def make(group: Any) -> Callable[[Tensor], Tensor]:
-        layer = tp_ext.RMSNorm(HIDDEN, group=group)
-        key = _key(group)
-
-        def f(x: Tensor) -> Tensor:
-            layer.weight.grad = None
-            layer.to(x.dtype).weight.grad = x
-            options = {"max_norm": 1.0} if name == "clip_grad_norm_" else {}
-            return getattr(tp_ext, name)(layer, **options, group=key)
-
-        return f
-
-    return make
-
-
-_LOGITS = {"x_dim": -1}
-_SAME, _ROWS = tp_ext.P(), tp_ext.P("x")
-SUBJECTS = {
-    "copy_to_region": Subject(_region("copy_to_region")),
-    "reduce_from_region": Subject(_region("reduce_from_region"), times_p=True),
-    "scatter_to_region": Subject(_region("scatter_to_region"), y_dim=-1),
-    "gather_from_region": Subject(_region("gather_from_region"), x_dim=-1),
-    "all_gather_region": Subject(_region("all_gather_region"), x_dim=0),
-    "reduce_scatter_region": Subject(_region("reduce_scatter_region"), y_dim=0, times_p=True),
-    "all_to_all_region": Subject(_region("all_to_all_region", split_dim=0, concat_dim=1), x_dim=1, y_dim=0),
-    "matmul_2d": Subject(product, x_dim=-1, y_dim=-1),
-    "spmd": Subject(mapped_sum),
-    "psum": Subject(mapped("psum", _SAME, _SAME), times_p=True),
-    "pmean": Subject(mapped("pmean", _SAME, _SAME)),
-    "pmax": Subject(mapped("pmax", _SAME, _SAME)),
-    "pmin": Subject(mapped("pmin", _SAME, _SAME)),
-    "pvary": Subject(mapped("pvary", _SAME, _ROWS)),
-    "psum_scatter": Subject(mapped("psum_scatter", _SAME, _ROWS), y_dim=0, times_p=True),
-    "all_gather": Subject(mapped("all_gather", _ROWS, _ROWS), x_dim=0),
-    "all_to_all": Subject(mapped("all_to_all", _ROWS, _ROWS, 0, 1), x_dim=1, y_dim=0),
-    "ppermute": Subject(
-        mapped("ppermute", _ROWS, _ROWS, [(0, 1), (1, 0)], unsharded=lambda x: x.roll(len(x) // 2, 0)),
-        x_dim=0,
-        y_dim=0,
-    ),
-    "LoRALinear": Subject(_module(_adapted), y_dim=-1),
-    "ParallelMoE": Subject(_module(lambda g: tp_ext.ParallelMoE(HIDDEN, HIDDEN, 4, 2, group=g))),
-    "MultiTokenPrediction": Subject(_module(lambda g: OneDepth(VOCAB, HIDDEN, g))),
-    "ContextLayout": Subject(_layout, x_dim=0),
-    "VocabParallelEmbedding": Subject(_embedding, (VOCAB, HIDDEN), x_dim=0),
-    "VocabParallelCrossEntropy": Subject(_loss(True), **_LOGITS),
-    "vocab_parallel_cross_entropy": Subject(_loss(False), **_LOGITS),
-    "linear_cross_entropy": Subject(_linear_loss),
-    "vocab_parallel_argmax": Subject(_token("vocab_parallel_argmax"), **_LOGITS),
-    "vocab_parallel_sample": Subject(_token("vocab_parallel_sample"), **_LOGITS),
-    "dropout": Subject(_drop, x_dim=0, y_dim=0),
-    "RotaryEmbedding": Subject(_module(lambda g: tp_ext.RotaryEmbedding(HIDDEN)), (TOKENS, HEADS, HIDDEN)),
-    "coalesce_gradients": Subject(_module(_coalesced), x_dim=-1, y_dim=0),
-    "grad_norm": Subject(_norm_of_gradients("grad_norm"), (HIDDEN,)),
-    "clip_grad_norm_": Subject(_norm_of_gradients("clip_grad_norm_"), (HIDDEN,)),
-}
-
-
-# The first case of each layer, unless the layer is above
-for case in registry.CASES.values():
-    SUBJECTS.setdefault(case.kind, _layer(case))
 
 
 def _shard(t: Tensor | None, dim: int | None, group: Any) -> Tensor | None:
@@ -351,7 +172,7 @@ def _state_calls(group: Any, folder: str) -> dict[str, Callable[[], Any]]:
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.ones(1, HIDDEN)).sum().backward()
     optimizer.step()
-    key = {"group": _key(group)}
+    key = {"group": group_key(group)}
     full = tp_ext.full_state_dict(module, **key)
     moments = tp_ext.full_optimizer_state_dict(module, optimizer, **key)
     tp_ext.save_checkpoint(f"{folder}/checkpoint", module, optimizer, **key)

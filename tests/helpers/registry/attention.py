@@ -5,7 +5,9 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.oracle import rotate
+from tests.helpers.registry.bytes import AR, BATCH, SEQ, E, H, S, Saved, Sent
 from tests.helpers.registry.entries import HIDDEN, SEQUENCES, Case, Kind
+from tests.helpers.registry.rules import HEADS, TOKENS, Subject, key, module
 from tp_ext.nn.attention.attention import head_parts
 
 _SMALL = {"sizes": (HIDDEN, 4), "call": SEQUENCES, "full_types": False}
@@ -75,6 +77,121 @@ ERRORS = [
     ("RotaryEmbedding(8)(ones(4, 2, 8), ids[:3])", ValueError, r"positions: shape \(3,\) must be .*\(4,\)"),
     ("RotaryEmbedding(8)(ones(4, 2, 7), ids)", ValueError, r"x: shape \(4, 2, 7\) must be .*head_dim = 8"),
 ]
+
+
+def cached(kind, *sizes):
+    """Tokens in a cache of one sequence, ``[token, heads, features]`` of each of its buffers, and back."""
+
+    def make(group):
+        cache = getattr(tp_ext, kind)(1, 2 * TOKENS, *sizes).double()
+
+        def f(x):
+            with torch.no_grad():
+                cache.to(x.dtype).reset().write([x[None]] * len(cache.contents))
+            return torch.stack([getattr(cache, name)[0, :, : len(x)] for name in cache.contents])
+
+        return f
+
+    return make
+
+
+def _layout(group):
+    """Makes ``unshard`` of a layout of one sequence in contiguous shards, like those of ``torch.tensor_split``."""
+    return tp_ext.ContextLayout([TOKENS], group=key(group), balance=False).unshard
+
+
+SUBJECTS = {
+    "KVCache": Subject(cached("KVCache", HEADS, HIDDEN), (TOKENS, HEADS, HIDDEN)),
+    "RotaryEmbedding": Subject(module(lambda g: tp_ext.RotaryEmbedding(HIDDEN)), (TOKENS, HEADS, HIDDEN)),
+    "ContextLayout": Subject(_layout, x_dim=0),
+}
+
+
+# Rows of bytes: a heads, k KV heads, of d features; all local
+
+ALL_HEADS, HEAD = 12, 4
+
+
+def _of_bytes(**options):
+    return tp_ext.ParallelAttention(H, ALL_HEADS, head_dim=HEAD, **options)
+
+
+def _attend(layer, x):
+    return layer(x, batch_size=BATCH)
+
+
+def _sent(g):
+    layer, x = _of_bytes(group=g), torch.randn(BATCH * SEQ, H, requires_grad=True)
+    return lambda: _attend(layer, x)
+
+
+def _decode(g):
+    """One token more of each sequence."""
+    layer = _of_bytes(group=g)
+    cache = layer.new_cache(BATCH, 8)
+    x = torch.randn(BATCH, 1, H)
+    return torch.no_grad()(lambda: layer(x, cache=cache))
+
+
+def _rotate(g):
+    rope, x = tp_ext.RotaryEmbedding(HEAD), torch.randn(SEQ, ALL_HEADS, HEAD, requires_grad=True)
+    return lambda: rope(x, torch.arange(SEQ))
+
+
+SENT = {
+    "attention": Sent("ParallelAttention", _sent, [(AR, S)], [(AR, S)]),
+    "decode": Sent("KVCache", _decode, [(AR, BATCH * H * E)]),
+    "rotary": Sent("RotaryEmbedding", _rotate, []),
+}
+
+
+def _saved(**options):
+    def count(z):
+        a, d = ALL_HEADS // z.p, HEAD
+        k = max(options.get("num_kv_heads", ALL_HEADS) // z.p, 1)
+        total = z.n_sp * z.h * z.e  # the input of qkv
+        total += z.n * (a + 2 * k) * d * z.e  # q, k, v: one storage; behind RoPE, q|k and v
+        total += z.n * a * d * z.e  # the input of out
+        if options.get("softcap"):
+            total += z.n * a * SEQ * z.e  # tanh
+        if options.get("dropout"):
+            total += z.n * a * SEQ * z.e + 8  # what dropout leaves of the softmax, seed
+        if options.get("softcap") or options.get("dropout"):
+            total += z.n * a * SEQ * z.e + SEQ * SEQ  # softmax, bool mask
+        else:
+            total += 4 * z.n * a  # log-sum-exp, fp32
+            total += SEQ * SEQ * z.e if options.get("sliding_window") else 0  # mask, as torch adds it
+        if options.get("qk_norm"):
+            total += z.n * (a + k) * (d * z.e + 4)  # q and k before and after their norm; a number per row
+        if options.get("rope"):
+            total += 4 * SEQ * d  # cos and sin, fp32, d / 2 each, of one sequence
+        return total
+
+    return Saved("ParallelAttention", lambda **o: _of_bytes(**options, **o), count, call=_attend)
+
+
+SAVED = {
+    "attention": _saved(),
+    "attention gqa": _saved(num_kv_heads=4),
+    "attention mqa": _saved(num_kv_heads=1),
+    "attention rope": _saved(rope=1e4),
+    "attention gqa_rope": _saved(num_kv_heads=4, rope=1e4),
+    "attention qk_norm": _saved(num_kv_heads=4, qk_norm=True),
+    "attention qk_norm_rope": _saved(num_kv_heads=4, qk_norm=True, rope=1e4),
+    "attention window": _saved(sliding_window=3),
+    "attention window_gqa": _saved(num_kv_heads=4, sliding_window=3),
+    "attention softcap": _saved(softcap=2.0),
+    "attention softcap_gqa_dropout": _saved(num_kv_heads=4, softcap=2.0, dropout=0.1),
+    "attention exact_dropout": _saved(dropout=0.1),
+    "attention exact_dropout_gqa": _saved(num_kv_heads=4, dropout=0.1),
+    "attention exact_dropout_rope": _saved(dropout=0.1, rope=1e4),
+    "rotary": Saved(
+        "RotaryEmbedding",
+        lambda **_: tp_ext.RotaryEmbedding(HEAD),
+        lambda z: 4 * SEQ * HEAD,  # cos and sin, fp32
+        call=lambda rope, x: rope(x[:1].expand(SEQ, H).unflatten(-1, (-1, HEAD)), torch.arange(SEQ)),
+    ),
+}
 
 
 def lengths_of(x, batch_size, cu_seqlens):

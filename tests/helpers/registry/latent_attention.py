@@ -8,8 +8,10 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.oracle import rotate
-from tests.helpers.registry.attention import Attended, Attention, lengths_of, rope_options
+from tests.helpers.registry.attention import Attended, Attention, cached, lengths_of, rope_options
+from tests.helpers.registry.bytes import AG, AR, BATCH, RS, SEQ, SP, E, H, N, S, Saved, Sent
 from tests.helpers.registry.entries import HIDDEN, SEQUENCES, Case, Variant
+from tests.helpers.registry.rules import Subject
 
 WIDTHS = {"kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3}
 CASES = {
@@ -53,6 +55,79 @@ ERRORS = [
     ("latent(g)(ones(1, 4, 8), attn_mask=ones(2, 4, 4))", ValueError, r"attn_mask: shape \(2, 4, 4\) must be"),
     ("latent(g, rope=None)(ones(1, 4, 8), cos_sin=(ones(4, 1),) * 2)", ValueError, "cos_sin: must not be given to a"),
 ]
+
+
+SUBJECTS = {"LatentKVCache": Subject(cached("LatentKVCache", HIDDEN - 2, 2), (4, 1, HIDDEN))}
+
+
+# Widths of rows of bytes; heads: 2 or more on each rank, of one the padded result is no copy
+Q, C, NOPE, ROPE, V_HEAD, HEADS = 7, 6, 8, 4, 6, 12
+
+
+def _of_bytes(**options):
+    widths = {"kv_lora_rank": C, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V_HEAD}
+    return tp_ext.ParallelLatentAttention(H, HEADS, **widths, **options)
+
+
+def _call(layer, x, **options):
+    return layer(x, batch_size=BATCH, **options)
+
+
+def _sent(forward, backward, **options):
+    def make(g):
+        layer = _of_bytes(group=g, **options)
+        x = torch.randn(N // g.size() if "sequence_parallel" in options else N, H, requires_grad=True)
+        return lambda: _call(layer, x)
+
+    return Sent("ParallelLatentAttention", make, forward, backward)
+
+
+def _decode(g):
+    """One token more of each sequence."""
+    layer, x = _of_bytes(group=g), torch.randn(BATCH, H)
+    cache = layer.new_cache(BATCH, 8)
+    return torch.no_grad()(lambda: _call(layer, x, cache=cache))
+
+
+_LOW = {name: N * width * E for name, width in {"q": Q, "c": C, "rope": ROPE}.items()}
+SENT = {
+    "latent attention": _sent([(AR, S)], [(AR, _LOW["q"]), (AR, _LOW["c"]), (AR, _LOW["rope"])], q_lora_rank=Q),
+    "latent attention without q_lora_rank": _sent([(AR, S)], [(AR, S), (AR, _LOW["c"]), (AR, _LOW["rope"])]),
+    "latent attention sp": _sent(
+        [(RS, S), (AG, _LOW["q"]), (AG, _LOW["c"]), (AG, _LOW["rope"])],
+        [
+            *[(AG, S), (RS, _LOW["q"]), (RS, _LOW["c"]), (RS, _LOW["rope"])],
+            *[(AG, _LOW["q"]), (AG, _LOW["c"])],  # of the inputs again, for the gradients of the weights
+            *[(AR, H * Q * E), (AR, H * (C + ROPE) * E), (AR, Q * E), (AR, C * E)],
+        ],
+        q_lora_rank=Q,
+        **SP,
+    ),
+    "decode latent": Sent("LatentKVCache", _decode, [(AR, BATCH * H * E)]),
+}
+
+
+def _saved(**options):
+    def count(z):
+        a, q, wide = HEADS // z.p, options.get("q_lora_rank", 0), NOPE + ROPE
+        total = z.n_sp * (z.h + 2 * q + 2 * C + ROPE) * z.e  # x; before and after their norms the latents, with k_rope
+        total += 4 * z.n_sp * (2 if q else 1)  # a number per row of each norm
+        total += z.n * a * (2 * wide + 2 * V_HEAD) * z.e  # q, k, v; the input of o_proj
+        if options.get("dropout"):
+            total += 2 * z.n * a * SEQ * z.e + SEQ * SEQ + 8
+        else:
+            total += 4 * z.n * a  # log-sum-exp, fp32
+            total += z.n * a * (2 * wide - V_HEAD) * z.e  # on a CPU: v and the result as wide as the keys
+        return total + (0 if "rope" in options else 4 * SEQ * ROPE)  # cos and sin, fp32
+
+    return Saved("ParallelLatentAttention", lambda **o: _of_bytes(**options, **o), count, call=_call)
+
+
+SAVED = {
+    "latent attention": _saved(rope=None),
+    "latent attention q_lora_rank": _saved(q_lora_rank=Q),
+    "latent attention exact_dropout": _saved(q_lora_rank=Q, dropout=0.1),
+}
 
 
 class ParallelLatentAttention(Attended):

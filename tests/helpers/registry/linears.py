@@ -1,9 +1,10 @@
 """Linears, and blocks of them: of a column and a row linear, and of regions alone."""
 
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 import tp_ext
+from tests.helpers.registry.bytes import AG, AR, RS, SP, E, F, H, N, S, Saved, Sent, called
 from tests.helpers.registry.entries import FFN, HIDDEN, Case, Kind
 from tp_ext.sharding import split_sizes
 
@@ -43,6 +44,33 @@ ERRORS = [
 ]
 
 
+def _column(*args, **options):
+    return called(tp_ext.ColumnParallelLinear, H, F, *args, **options)
+
+
+def _row(*args, **options):
+    options = {"width": F, "cut": True} | options
+    return called(tp_ext.RowParallelLinear, F, H, *args, **options)
+
+
+_COLUMN, _ROW = "ColumnParallelLinear", "RowParallelLinear"
+SENT = {
+    "column": Sent(_COLUMN, _column(), [], [(AR, S)]),
+    "column frozen": Sent(_COLUMN, _column(frozen=True), [], [(AR, S)]),
+    "column gather_output": Sent(_COLUMN, _column(gather_output=True), [(AG, N * F * E)], [(AR, S)]),
+    "column sp": Sent(_COLUMN, _column(own=True, **SP), [(AG, S)], [(AG, S), (RS, S)]),
+    "column sp frozen": Sent(_COLUMN, _column(own=True, frozen=True, **SP), [(AG, S)], [(RS, S)]),
+    "row": Sent(_ROW, _row(), [(AR, S)]),
+    "row input not parallel": Sent(_ROW, _row(cut=False, input_is_parallel=False), [(AR, S)], [(AG, N * F * E)]),
+    "row sp": Sent(_ROW, _row(**SP), [(RS, S)], [(AG, S), (AR, H * E)]),
+    "row sp no bias": Sent(_ROW, _row(False, **SP), [(RS, S)], [(AG, S)]),
+}
+SAVED = {
+    "column": Saved(_COLUMN, lambda **o: tp_ext.ColumnParallelLinear(H, F, **o), lambda z: z.n_sp * z.h * z.e),
+    "row": Saved(_ROW, lambda **o: tp_ext.RowParallelLinear(F, H, **o), lambda z: z.n * F // z.p * z.e, "features"),
+}
+
+
 class ColumnParallelLinear(nn.Linear):
     def __init__(self, n, m, bias=True, *, skip_bias_add=False, dtype=None, device=None, **_cut):
         super().__init__(n, m, bias, dtype=dtype, device=device)
@@ -50,7 +78,9 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x, total_tokens=None, weight=None):
         weight = self.weight if weight is None else weight
-        return (F.linear(x, weight), self.bias) if self.skip_bias_add else F.linear(x, weight, self.bias)
+        return (
+            (functional.linear(x, weight), self.bias) if self.skip_bias_add else functional.linear(x, weight, self.bias)
+        )
 
 
 PLAIN = {"ColumnParallelLinear": ColumnParallelLinear, "RowParallelLinear": ColumnParallelLinear}

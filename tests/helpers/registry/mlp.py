@@ -2,7 +2,9 @@
 
 from torch import nn
 
+import tp_ext
 from tests.helpers.oracle import ACTIVATIONS, GATED
+from tests.helpers.registry.bytes import AR, F, H, S, Saved, Sent, called
 from tests.helpers.registry.entries import FFN, HIDDEN, Case, Kind
 
 CASES = {
@@ -16,6 +18,19 @@ ERRORS = [
     ("MLP(4, -8, group=g)", ValueError, "ffn_hidden_size: -8 must be"),
     ('MLP(4, 8, activation="swiglu", group=g)(ones(3, 5))', ValueError, r"x: shape \[3, 5\]"),
 ]
+
+
+SENT = {
+    "mlp": Sent("ParallelMLP", called(tp_ext.ParallelMLP, H, F, activation="swiglu"), [(AR, S)], [(AR, S)]),
+}
+SAVED = {
+    f"mlp {name}": Saved(
+        "ParallelMLP",
+        lambda name=name, **o: tp_ext.ParallelMLP(H, F, activation=name, **o),
+        lambda z, wide=3 if name in GATED else 2: z.n_sp * z.h * z.e + wide * z.n * F // z.p * z.e,
+    )
+    for name in ACTIVATIONS
+}
 
 
 class ParallelMLP(nn.Module):

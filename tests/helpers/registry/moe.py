@@ -3,16 +3,71 @@
 import torch
 from torch import nn
 
+import tp_ext
 from tests.helpers.dense_moe import DenseMoE
 from tests.helpers.oracle import GATED
-from tests.helpers.registry.entries import Variant
+from tests.helpers.registry.bytes import A2A, AG, AR, RS, SP, E, F, H, N, S, Sent
+from tests.helpers.registry.entries import HIDDEN, Variant
 from tests.helpers.registry.mlp import ParallelMLP
+from tests.helpers.registry.rules import Subject, module
 
 ERRORS = [
     ("ParallelMoE(4, 6, 1, 1, group=None, expert_group=g)", ValueError, "num_experts: 1 must be at least the 2 ranks"),
     ("RouterConfig('tanh')", ValueError, "scores: 'tanh' must be one of"),
     ("router_loss(3)", TypeError, "model: int must be an nn.Module"),
 ]
+
+
+SUBJECTS = {"ParallelMoE": Subject(module(lambda g: tp_ext.ParallelMoE(HIDDEN, HIDDEN, 4, 2, group=g)))}
+
+
+EXPERTS, CHOICES = 12, 2  # over 2, 3 and 4 ranks as many
+
+
+def _sent(forward, backward, shared=0, loss=0.0, capacity=None, axis="expert_group", **options):
+    """Experts of which each has as many tokens: token t chooses t and t + 1."""
+
+    def make(g):
+        config = tp_ext.RouterConfig(balance_loss=loss)
+        more = options | {"group": None, axis: g, "router": config, "shared_experts": shared, "capacity": capacity}
+        moe = tp_ext.ParallelMoE(H, F, EXPERTS, CHOICES, **more)
+        p = g.size() if options.get("sequence_parallel") else 1
+        with torch.no_grad():
+            moe.router.weight.copy_(4 * torch.eye(EXPERTS) + 2 * torch.eye(EXPERTS).roll(1, 0))
+        x = torch.eye(H).repeat(N // H, 1)[: N // p].requires_grad_()
+        return lambda: moe(x)
+
+    return Sent("ParallelMoE", make, forward, backward)
+
+
+_EXCHANGE = [(A2A, N * CHOICES * H * E)] * 2
+_TP, _TP_BACKWARD = [(AR, S)], [(AR, S), (AR, N * CHOICES * 4)]
+_SP = [(AG, S), (AG, N * CHOICES * 8), (RS, S)]
+_SP_BACKWARD = [(RS, S), (RS, N * CHOICES * 8), (AG, S), (AR, EXPERTS * H * E)]
+
+
+def _counts(p):
+    """The gather of each rank's number of tokens for each expert."""
+    return (AG, p * EXPERTS * 8)
+
+
+SENT = {
+    "experts": _sent(lambda p: [_counts(p), *_EXCHANGE], _EXCHANGE),
+    "experts shared": _sent(lambda p: [_counts(p), *_EXCHANGE], _EXCHANGE, shared=2),
+    "experts loss": _sent(lambda p: [_counts(p), *_EXCHANGE, (AR, 8 * (2 * EXPERTS + 2))], _EXCHANGE, loss=0.1),
+    "experts capacity": _sent(lambda p: [_counts(p)] * 2 + _EXCHANGE, _EXCHANGE, capacity=1.0),
+    "experts capacity by weight": _sent(
+        lambda p: [*[_counts(p)] * 2, (AG, p * N * CHOICES * 16), *_EXCHANGE],
+        _EXCHANGE,
+        capacity=1.0,
+        drop_order="weight",
+    ),
+    "experts tp": _sent(_TP, _TP_BACKWARD, axis="group"),
+    "experts tp shared": _sent(_TP, _TP_BACKWARD, axis="group", shared=2, bias=True),
+    "experts sp": _sent(_SP, _SP_BACKWARD, axis="group", **SP),
+    "experts sp shared": _sent(_SP, _SP_BACKWARD, axis="group", shared=2, **SP),
+    "experts sp shared bias": _sent(_SP, [*_SP_BACKWARD, (AR, H * E)], axis="group", shared=2, bias=True, **SP),
+}
 
 
 class ParallelMoE(DenseMoE):

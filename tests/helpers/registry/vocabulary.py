@@ -1,9 +1,15 @@
 """Embedding, head and loss."""
 
-import torch.nn.functional as F
+import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
 
+import tp_ext
+from tests.helpers.registry import rules
+from tests.helpers.registry.bytes import AG, AR, RS, SP, E, H, N, S, Saved, Sent, V, called
 from tests.helpers.registry.entries import HIDDEN, VOCAB, Case
+from tests.helpers.registry.rules import TOKENS, Subject, key
 
 CASES = {
     "embedding": Case("VocabParallelEmbedding", (VOCAB, HIDDEN), takes="ids", call={}, collectives=(1, 1)),
@@ -61,6 +67,115 @@ ERRORS = [
 ]
 
 
+def _embedding(group):
+    """The embedding as a function of its weight; of a weight that holds each row twice, a lookup of twice the ids."""
+    module = tp_ext.VocabParallelEmbedding(rules.VOCAB, HIDDEN, group=group)
+    rows = len(module.weight)
+
+    def f(weight):
+        ids = torch.tensor([1, 5, 0] * (len(weight) // rows))
+        return functional_call(module, {"weight": weight[:rows]}, (ids,))
+
+    return f
+
+
+def _loss(by_module):
+    def make(group):
+        target = torch.arange(2 * TOKENS) % HIDDEN
+        module, at = tp_ext.VocabParallelCrossEntropy(group=group, vocab_size=HIDDEN), key(group)
+        if by_module:
+            return lambda x: module(x, target[: len(x)])
+        return lambda x: tp_ext.vocab_parallel_cross_entropy(x, target[: len(x)], at, vocab_size=HIDDEN)
+
+    return make
+
+
+def _linear_loss(group):
+    at, (_, p, rank) = key(group), tp_ext.ParallelModule(group).tp_group
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rules.VOCAB, HIDDEN, generator=generator).tensor_split(p)[rank]
+    target = torch.arange(2 * TOKENS) % rules.VOCAB
+    return lambda x: tp_ext.linear_cross_entropy(x, weight.to(x), target[: len(x)], at, vocab_size=rules.VOCAB)
+
+
+def _token(name):
+    def make(group):
+        at = key(group)
+
+        def f(x):
+            torch.manual_seed(6)
+            return getattr(tp_ext, name)(x, at, vocab_size=HIDDEN)
+
+        return f
+
+    return make
+
+
+SUBJECTS = {
+    "VocabParallelEmbedding": Subject(_embedding, (rules.VOCAB, HIDDEN), x_dim=0),
+    "VocabParallelCrossEntropy": Subject(_loss(True), x_dim=-1),
+    "vocab_parallel_cross_entropy": Subject(_loss(False), x_dim=-1),
+    "linear_cross_entropy": Subject(_linear_loss),
+    "vocab_parallel_argmax": Subject(_token("vocab_parallel_argmax"), x_dim=-1),
+    "vocab_parallel_sample": Subject(_token("vocab_parallel_sample"), x_dim=-1),
+}
+
+
+def _of_ids(**options):
+    def make(g):
+        module = tp_ext.VocabParallelEmbedding(V, H, group=g, **options)
+        return lambda: module(torch.arange(N))
+
+    return make
+
+
+def _of_logits(name, forward, *args, **options):
+    """A function or, by its module, a loss of this rank's logits."""
+
+    def make(g):
+        function, logits = getattr(tp_ext, name), torch.randn(N, V // g.size(), requires_grad=True)
+        if isinstance(function, type):
+            return lambda: function(group=g, **options)(logits, *args)
+        return lambda: function(logits, *args, group=g, **options)
+
+    return Sent(name, make, forward)
+
+
+_IDS = torch.arange(N)
+_EMBEDDING, _HEAD = "VocabParallelEmbedding", "VocabParallelLMHead"
+SENT = {
+    "embedding": Sent(_EMBEDDING, _of_ids(), [(AR, S)]),
+    "embedding sp": Sent(_EMBEDDING, _of_ids(**SP), [(RS, S)], [(AG, S)]),
+    "head": Sent(_HEAD, called(tp_ext.VocabParallelLMHead, H, V), [], [(AR, S)]),
+    "head sp": Sent(_HEAD, called(tp_ext.VocabParallelLMHead, H, V, own=True, **SP), [(AG, S)], [(AG, S), (RS, S)]),
+    "loss": _of_logits("vocab_parallel_cross_entropy", lambda p: [(AG, p * (N + 1) * 4 * E)], _IDS),
+    "loss smoothed": _of_logits(
+        "VocabParallelCrossEntropy", lambda p: [(AG, p * (N + 1) * 4 * E)], _IDS, label_smoothing=0.1, z_loss=0.1
+    ),
+    "argmax": _of_logits("vocab_parallel_argmax", lambda p: [(AG, p * (N + 1) * 2 * 8)]),
+    "sample": _of_logits("vocab_parallel_sample", lambda p: [(AG, p * (N + 1) * 2 * 8)]),
+    "sample top_k": _of_logits(
+        "vocab_parallel_sample", lambda p: [(AG, p * (N + 1) * 2 * 8), (AG, p * N * (3 + 1) * E)], top_k=3
+    ),
+    "sample top_p": _of_logits(
+        "vocab_parallel_sample",
+        lambda p: [(AG, p * (N + 1) * 2 * 8), (AG, p * 2 * 8), (AG, N * V * E)],
+        top_p=0.9,
+    ),
+}
+SAVED = {
+    "head": Saved(_HEAD, lambda **o: tp_ext.VocabParallelLMHead(H, V, **o), lambda z: z.n_sp * z.h * z.e),
+    "embedding": Saved(_EMBEDDING, lambda **o: tp_ext.VocabParallelEmbedding(V, H, **o), lambda z: 8 * z.n, "ids"),
+    "loss": Saved(  # logits, targets, two numbers a row
+        "VocabParallelCrossEntropy",
+        lambda group, **_: tp_ext.VocabParallelCrossEntropy(group=group),
+        lambda z: z.n * V // z.p * z.e + 16 * z.n,
+        "logits",
+        lambda module, logits: module(logits, _IDS),
+    ),
+}
+
+
 class VocabParallelEmbedding(nn.Embedding):
     def __init__(self, vocab, hidden, *, sequence_parallel=False, dtype=None, device=None, **_cut):
         super().__init__(vocab, hidden, dtype=dtype, device=device)
@@ -87,7 +202,7 @@ def vocab_parallel_cross_entropy(
     rows, ids = logits.flatten(0, -2), target.flatten()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     kept = ids != ignore_index
-    losses = F.cross_entropy(rows, ids, **options) + z_loss * rows.logsumexp(-1).square() * kept
+    losses = functional.cross_entropy(rows, ids, **options) + z_loss * rows.logsumexp(-1).square() * kept
     if reduction == "none":
         return losses.view(target.shape)
     return losses.sum() / (kept.sum().clamp(min=1) if reduction == "mean" else 1)
