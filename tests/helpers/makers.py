@@ -37,8 +37,8 @@ class _Model(Case):
 
 _MODELS = {"block": lambda group, **o: Block(config(**o), group), "rich_block": RichBlock, "gpt": gpt}
 CASES = registry.CASES | {
-    "block": _Model("block", call=SEQUENCES, dropout=True),
-    "rich_block": _Model("rich_block", call={}, dropout=True),
+    "block": _Model("block", call=SEQUENCES, dropout=True, keeps_dtype=True),  # by its residual
+    "rich_block": _Model("rich_block", call={}, dropout=True, keeps_dtype=True),
     "gpt": _Model("gpt", takes="ids", gives="features", call={}, dropout=True),
 }
 

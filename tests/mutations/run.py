@@ -7,6 +7,7 @@ way back is free. It prints a table, and ends with 1 if a bug was missed or coul
 """
 
 import argparse
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,47 +16,12 @@ import time
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
-from tests.mutations.auto_bugs import AUTO_BUGS
-from tests.mutations.context_bugs import CONTEXT_BUGS
-from tests.mutations.csrc_bugs import CSRC_BUGS
-from tests.mutations.elastic_bugs import ELASTIC_BUGS
-from tests.mutations.experts_bugs import EXPERTS_BUGS
-from tests.mutations.invariance_bugs import INVARIANCE_BUGS
-from tests.mutations.linear_loss_bugs import LINEAR_LOSS_BUGS
-from tests.mutations.low_precision_bugs import LOW_PRECISION_BUGS
-from tests.mutations.mesh_program_bugs import MESH_PROGRAM_BUGS
-from tests.mutations.moe_bugs import MOE_BUGS
-from tests.mutations.multi_token_bugs import MULTI_TOKEN_BUGS
 from tests.mutations.mutation import Mutation
-from tests.mutations.package_bugs import PACKAGE_BUGS
-from tests.mutations.parallel_bugs import PARALLEL_BUGS
-from tests.mutations.pipeline_bugs import PIPELINE_BUGS
-from tests.mutations.planner_bugs import PLANNER_BUGS
-from tests.mutations.refit_bugs import REFIT_BUGS
-from tests.mutations.state_bugs import STATE_BUGS
-from tests.mutations.two_axes_bugs import TWO_AXES_BUGS
-from tests.mutations.type_bugs import TYPE_BUGS
 
-MUTATIONS = [
-    *PACKAGE_BUGS,
-    *REFIT_BUGS,
-    *LOW_PRECISION_BUGS,
-    *ELASTIC_BUGS,
-    *STATE_BUGS,
-    *INVARIANCE_BUGS,
-    *PIPELINE_BUGS,
-    *PLANNER_BUGS,
-    *PARALLEL_BUGS,
-    *CONTEXT_BUGS,
-    *EXPERTS_BUGS,
-    *MESH_PROGRAM_BUGS,
-    *TWO_AXES_BUGS,
-    *TYPE_BUGS,
-    *CSRC_BUGS,
-    *LINEAR_LOSS_BUGS,
-    *MOE_BUGS,
-    *MULTI_TOKEN_BUGS,
-    *AUTO_BUGS,
+FILES = sorted(file.stem for file in Path(__file__).parent.glob("*_bugs.py"))
+# The list of auto_bugs.py is AUTO_BUGS
+MUTATIONS: list[Mutation] = [
+    mutation for file in FILES for mutation in getattr(importlib.import_module(f"tests.mutations.{file}"), file.upper())
 ]
 SECONDS = 400  # for the tests of one bug
 

@@ -90,8 +90,8 @@ def test_nested_disabled_and_uncached(group, sp):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             assert same(outcome(name, module, group, sp), bf16), f"{name}: without the cache of casts"
         assert same(outcome(name, module, group, sp), want), f"{name}: after all"
-        keep = ("embedding", "rms_norm", "layer_norm", "dropout", "block", "rich_block")  # the blocks by their residual
-        assert (bf16[0].dtype, fp16[0].dtype) == ((torch.float32,) * 2 if name in keep else tuple(LOW)), name
+        dtypes = (torch.float32,) * 2 if CASES[name].keeps_dtype else tuple(LOW)
+        assert (bf16[0].dtype, fp16[0].dtype) == dtypes, name
 
 
 def _low_module(group, name, sp, low):

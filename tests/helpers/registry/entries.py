@@ -21,10 +21,10 @@ class Case:
     """A small layer: ``kind(*sizes, **options)``, kind being its public name, and how it is called.
 
     takes: "tokens", "features" (sharded) or "ids"; gives: "tokens" or "features"; call: keywords of forward; dropout:
-    it draws masks. The row in docs/develop/rules.md is that of the first case of a kind. collectives: the numbers that
-    its types need without and with sequence parallelism, each of forward with its conjugate of backward; unseen:
-    indices of those without which the types are the same under SP; full_types: the types of full tensors are checked,
-    too.
+    it draws masks; keeps_dtype: the result has x's dtype under autocast, too. The row in docs/develop/rules.md is that
+    of the first case of a kind. collectives: the numbers that its types need without and with sequence parallelism,
+    each of forward with its conjugate of backward; unseen: indices of those without which the types are the same under
+    SP; full_types: the types of full tensors are checked, too.
     """
 
     kind: str
@@ -34,6 +34,7 @@ class Case:
     gives: str = "tokens"
     call: dict[str, int] = field(default_factory=lambda: TOTAL)
     dropout: bool = False
+    keeps_dtype: bool = False
     collectives: tuple[int, int] | None = None
     unseen: tuple[int, ...] = ()
     full_types: bool = True

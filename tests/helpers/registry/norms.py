@@ -9,9 +9,9 @@ from tests.helpers.registry.entries import HIDDEN, Case
 from tests.helpers.registry.rules import Subject, key
 
 CASES = {
-    "rms_norm": Case("RMSNorm", (HIDDEN,), call={}),
-    "layer_norm": Case("LayerNorm", (HIDDEN,), call={}),
-    "dropout": Case("Dropout", (0.3,), dropout=True),
+    "rms_norm": Case("RMSNorm", (HIDDEN,), call={}, keeps_dtype=True),
+    "layer_norm": Case("LayerNorm", (HIDDEN,), call={}, keeps_dtype=True),
+    "dropout": Case("Dropout", (0.3,), dropout=True, keeps_dtype=True),
 }
 
 

@@ -12,7 +12,9 @@ from tests.helpers.registry.entries import HIDDEN, VOCAB, Case
 from tests.helpers.registry.rules import TOKENS, Subject, key
 
 CASES = {
-    "embedding": Case("VocabParallelEmbedding", (VOCAB, HIDDEN), takes="ids", call={}, collectives=(1, 1)),
+    "embedding": Case(
+        "VocabParallelEmbedding", (VOCAB, HIDDEN), takes="ids", call={}, keeps_dtype=True, collectives=(1, 1)
+    ),
     "head": Case("VocabParallelLMHead", (HIDDEN, VOCAB), {"bias": True}, gives="features", collectives=(1, 1)),
 }
 
