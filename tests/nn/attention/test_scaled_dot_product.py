@@ -56,7 +56,7 @@ def test_time_and_memory_do_not_grow_with_the_square():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
     ):
-        y = scaled_dot_product.attention(q, k, v, None, True, None, window, None)
+        y = scaled_dot_product.attention(q, k, v, None, scaled_dot_product.AttentionOptions(sliding_window=window))
     assert y.shape == q.shape
     tokens, masks = 2 * n * 4, 512 * (512 + 512 + window - 1) * 4  # bytes of a number per token and head; of the masks
     assert sum(saved.values()) <= 4 * 8 * tokens + tokens + masks < n * n

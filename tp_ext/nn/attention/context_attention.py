@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,29 +11,11 @@ from tp_ext import _ops
 from tp_ext._checks import check_choice
 from tp_ext.context_layout import ContextLayout, inverse_order
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
+from tp_ext.nn.attention.scaled_dot_product import AttentionOptions, attention, dropout_by_index
 from tp_ext.random import draw_seed
 from tp_ext.sharding import Part, head_parts
 
 CONTEXTS = ("ring", "all_gather", "ulysses")
-
-
-class AttentionOptions(NamedTuple):
-    """Options of the attention scores, as of :class:`tp_ext.ParallelAttention`.
-
-    Attributes:
-        dropout: the probability in this call, 0 in evaluation.
-        num_heads: of the full layer, for the masks of dropout; default: the heads of q.
-        first_head: the index of q's first head in the full layer.
-    """
-
-    causal: bool = True
-    scale: float | None = None
-    sliding_window: int | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    num_heads: int | None = None
-    first_head: int = 0
 
 
 def context_attention(
@@ -193,5 +174,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, first_he
         heads = options.num_heads or 0
         drop = partial(dropout_by_index, seed=seed, p=options.dropout, num_heads=heads, first_head=first_head)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    window = options.sliding_window
-    return attention(q, k, v, None, options.causal, options.scale, window, options.softcap, drop=drop).transpose(1, 2)
+    return attention(q, k, v, None, options, drop=drop).transpose(1, 2)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, check_tensor
 from tp_ext.nn.attention.scaled_dot_product import (
+    AttentionOptions,
     attention,
     attention_by_kv_head,
     explicit_attention,
@@ -376,7 +377,7 @@ class KVCache(TokenCache):
             return y.transpose(1, 2)
         (keys, values), seen, first = self.extend((k, v), mask, sliding_window)
         if first:
-            y = attention(q, keys, values, mask, True, scale, sliding_window, softcap)
+            y = attention(q, keys, values, mask, AttentionOptions(True, scale, sliding_window, softcap))
         # torch's fused functions have no soft cap
         elif softcap is not None:
             blind = mask is not None

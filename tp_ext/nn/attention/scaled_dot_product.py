@@ -3,12 +3,31 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tp_ext import _ops
+
+
+class AttentionOptions(NamedTuple):
+    """Options of the attention scores, as of :class:`tp_ext.ParallelAttention`.
+
+    Attributes:
+        dropout: the probability in this call, 0 in evaluation.
+        num_heads: of the full layer, for the masks of dropout; default: the heads of q.
+        first_head: the index of q's first head in the full layer.
+    """
+
+    causal: bool = True
+    scale: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    num_heads: int | None = None
+    first_head: int = 0
 
 
 def visible(queries: Tensor, keys: Tensor, causal: bool, sliding_window: int | None) -> Tensor:
@@ -52,12 +71,8 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
     *,
-    dropout: float = 0.0,
     drop: Callable[[Tensor], Tensor] | None = None,
     by_head: bool = False,
 ) -> Tensor:
@@ -68,11 +83,12 @@ def attention(
     Args:
         q: ``[batch, heads, n, head_dim]``. k: ``[batch, kv_heads, n, head_dim]``. v: the same, or other features.
         mask: 4-D, broadcastable to ``[batch, heads, n, n]``, bool or of q's dtype. A query without a key gets 0.
-        scale: default ``head_dim ** -0.5``.
-        causal, sliding_window: as :func:`visible`.
-        dropout: probability, with torch's masks. drop: dropout of the weights ``[batch, heads, n, n]``.
+        options: ``scale`` is by default ``head_dim ** -0.5``; ``causal`` and ``sliding_window`` are as of
+            :func:`visible`; ``dropout`` has torch's masks.
+        drop: in place of that, dropout of the weights ``[batch, heads, n, n]``.
         by_head: each row depends on its own query and keys alone, as layers of :func:`tp_ext.tp_invariant` need it.
     """
+    causal, scale, sliding_window, softcap, dropout = options[:5]
     # torch's functions would round a row in another way with more queries, keys or threads; dropout keeps the weights
     if by_head and drop is None and q.is_cpu:
         return _ops.block_attention(q, k, v, mask, None, [], causal, scale, sliding_window, softcap)

@@ -16,7 +16,7 @@ from tp_ext.invariance import refuse_in_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.attention.kv_cache import TokenCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
-from tp_ext.nn.attention.scaled_dot_product import attention, dropout_by_index
+from tp_ext.nn.attention.scaled_dot_product import AttentionOptions, attention, dropout_by_index
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import draws_by_name, sequence_seeds
 
@@ -179,17 +179,17 @@ class SelfAttention(ParallelModule):
         """Computes attention of q, k, v ``[batch, seq, heads_local, head_dim]`` -> ``[.., heads_local, v_dim]``."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        options = (mask, self.causal, self.scale, self.sliding_window, self.softcap)
+        options = AttentionOptions(self.causal, self.scale, self.sliding_window, self.softcap, dropout)
         if dropout and (self.exact_dropout or self.softcap is not None):
             heads = self.num_heads, self.first_head_local
             # All ranks draw the same seed; the index of the head makes masks differ
             seed = draw_seed(q.device) if seed is None else seed
             drop = partial(dropout_by_index, seed=seed, p=dropout, num_heads=heads[0], first_head=heads[1])
-            y = attention(q, k, v, *options, drop=drop, by_head=self.invariant_blocks is not None)
+            y = attention(q, k, v, mask, options, drop=drop, by_head=self.invariant_blocks is not None)
         elif dropout:
             # Ranks have other heads: with one generator state their masks would be equal
             with OwnRandomNumbers(self.tp_group.rank, q.device):
-                y = attention(q, k, v, *options, dropout=dropout)
+                y = attention(q, k, v, mask, options)
         else:
-            y = attention(q, k, v, *options, by_head=self.invariant_blocks is not None)
+            y = attention(q, k, v, mask, options, by_head=self.invariant_blocks is not None)
         return y.transpose(1, 2)
