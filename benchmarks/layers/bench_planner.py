@@ -4,6 +4,7 @@ A profile is measured first, by ``planner.measure``: of one process, of two and 
 of each backend, in a minute for all of them. Then every layout trains the same model, of attention, SwiGLU MLPs or
 experts, on the same global batch, in turns; its time is the least over all steps of the slowest rank. Two ranks share a
 core where there are four, neighbours of them, which work at the same time.
+All of them keep the memory of freed tensors.
 """
 
 import argparse
@@ -113,6 +114,7 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
 def on_rank(folder: str, backend: str, p: int, options: list[dict[str, Any]], seconds: float, minutes: float) -> Any:
     """On a rank: the profile, and the seconds of every step of each layout."""
+    tp_ext.keep_memory()  # as the examples do
     store = dist.FileStore(f"{folder}/{backend}-{p}", p)
     rank = store.add("ranks", 1) - 1
     cores = interleave.cores()

@@ -6,6 +6,10 @@
 namespace tp_ext::planner {
 namespace {
 
+// [Note: Python beside a CPU's kernels]: of selective recomputation, for each kernel of the forward,
+// which torch dispatches in Python, twice
+constexpr double kSelective = 15;
+
 // Prices the operators of one layer, in their order
 class Pricing {
  public:
@@ -45,12 +49,13 @@ class Pricing {
     }
   }
 
-  void kernel(Seconds& seconds, double Seconds::*part, double time) const {
+  void kernel(Seconds& seconds, double Seconds::*part, double time) {
+    if (&seconds != &layer_.input_grad && &seconds != &layer_.weight_grad) ++kernels_;
     seconds.*part += time;
     seconds.host += machine_.host(time);
   }
   double lasting(double time) const { return time + machine_.host(time); }
-  void memory(Seconds& seconds, double bytes) const {
+  void memory(Seconds& seconds, double bytes) {
     if (bytes > 0) kernel(seconds, &Seconds::memory, bytes / machine_.memory_bandwidth);
   }
 
@@ -191,6 +196,8 @@ class Pricing {
 
     const double values =
         (heads + double(own.key)) * op.key_features + double(own.key) * op.value_features;
+    // q, k and v are parts of one product: their gradients are joined
+    memory(layer_.input_grad, 2 * tokens_ * values * element);
     const double output = tokens_ * heads * op.value_features * element;
     scores_ += op.fused ? 0 : 5 * tokens_ * heads * keys;
     layer_.saved += tokens_ * values * element + output;
@@ -307,6 +314,7 @@ class Pricing {
         for (const Traffic& row : forward_traffic_) add_traffic(layer_.traffic, row);
         break;
       case Recompute::Selective:
+        again.host += machine_.python(kSelective * kernels_);
         layer_.saved = std::min(all, input + kept_attention_ + kept_);
         break;
       case Recompute::Half:  // of the results of products every second one
@@ -329,7 +337,8 @@ class Pricing {
   bool split_;
   double tokens_, own_, gathered_;  // of the tp group, of this rank, padded ones of the group
   double kept_ = 0, kept_attention_ = 0, scores_ = 0, forward_gemm_ = 0;
-  double once_ = 0;  // exposed seconds of what a recomputation leaves out
+  double kernels_ = 0;  // of the forward
+  double once_ = 0;     // exposed seconds of what a recomputation leaves out
   Seconds pointwise_forward_, attention_forward_;
   std::vector<Traffic> forward_traffic_;
   Layer layer_;

@@ -10,6 +10,10 @@ namespace {
 
 constexpr double kHostLink = 32e9;    // bytes/s of PCIe 4.0 x16, over which offload moves
 constexpr double kBucket = 25 << 20;  // of DDP, bytes
+// [Note: Python beside a CPU's kernels]: the host's time for a kernel, so often
+constexpr double kHooks = 7.5;      // of FSDP2, for each tensor in a forward and in a backward
+constexpr double kShardedStep = 8;  // of an optimizer over FSDP2's shards, for each tensor
+constexpr double kAction = 26;      // of a pipeline's F, B, I or W
 
 bool is_v(const std::string& schedule) {
   return schedule == "ZBVZeroBubble" || schedule == "DualPipeV";
@@ -83,6 +87,12 @@ std::vector<Planner::Stage> Planner::stages(const Layout& layout) {
     if (stage.first) stage.costs.add(priced.first, 1);
     if (stage.last) stage.costs.add(priced.last, 1);
     if (layout.zero >= 2) add_gathers(layout, priced, stage);
+    if (layout.pp > 1) {
+      const double action = machine_.python(kAction);
+      stage.costs.forward.host += action;
+      stage.costs.input_grad.host += action;
+      if (splits_backward(layout.schedule)) stage.costs.weight_grad.host += action;
+    }
   }
   return stages;
 }
@@ -114,6 +124,9 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     const double out = number * layout.param_bytes * elements;
     const double in = number * layout.grad_bytes * elements;
     const double forward = block.forward.total(), backward = block.backward();
+    const double hooks = machine_.python(kHooks * number * block.tensors);
+    stage.forward_gathers += hooks;
+    stage.backward_gathers += hooks;
     stage.forward_gathers += rounds * (number * machine_.shown(gather, forward) + out +
                                        std::min(gather, forward));  // nothing precedes the first
     const double both = (again ? gather : 0) + reduce;
@@ -219,6 +232,10 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     exposed += seen;
     if (rows) add_traffic(*rows, {Axis::Dp, kind, group.size, number, payload, time, seen});
   };
+  // On a CPU copies take a tenth of a step, on a GPU less than a hundredth
+  const auto copies = [&](double bytes) {
+    return machine_.asynchronous ? 0 : 2 * bytes / machine_.memory_bandwidth;
+  };
   const Group data = data_group(layout), of_experts = expert_group(layout);
   if (layout.zero < 2) {
     const auto [of_all, of_some] = by_group(layout, dense, experts);
@@ -229,6 +246,7 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     call(Collective::AllReduce, data, layout.pp > 1 ? 1 : buckets,
          layout.pp > 1 ? bytes : bytes / buckets, hidden, 1);
     call(Collective::AllReduce, of_experts, 1, layout.grad_bytes * of_some, 0, 1);
+    exposed += copies(layout.pp == 1 && data.size > 1 ? 2 * bytes : 0);  // into buckets, and back
     if (layout.zero ==
         1) {  // each parameter after the step of the optimizer, by the rank that has it
       double tensors = workload_.tied && layout.pp == 1 ? -1 : 0;
@@ -269,14 +287,15 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
 
 // Adam reads parameters, gradients and states and writes all but the gradients. With offload the host
 // does it while the device waits: gradients go there, and parameters come back
-double Planner::optimizer_time(const Layout& layout, const Memory& memory) const {
+double Planner::optimizer_time(const Layout& layout, const Memory& memory, double tensors) const {
   const double shards = layout.zero >= 1 ? double(layout.shards()) : 1;
   double parameters = memory.parameters, gradients = memory.gradients;
   if (layout.zero == 1 || layout.zero == 2) parameters /= shards;
   if (layout.zero == 1) gradients /= shards;
   if (layout.offload) return (parameters + gradients) / kHostLink;
   const double moved = 2 * parameters + gradients + 2 * memory.states;
-  return moved / machine_.optimizer_bandwidth;
+  const double python = layout.zero >= 2 ? machine_.python(kShardedStep * tensors) : 0;
+  return moved / machine_.optimizer_bandwidth + python;
 }
 
 // A lower bound of the simulated step: no rank is faster than all of its work, after the forward
@@ -379,7 +398,9 @@ Prediction Planner::predict(const Layout& layout) {
                            machine_.message(layout.tp * layout.shards(), payload), 0});
       }
     const double data = data_time(layout, priced, own[rank], &rows);
-    const double optimizer = optimizer_time(layout, result.memory[rank]);
+    double tensors = 0;
+    for (const int64_t index : own[rank]) tensors += priced[index].costs.tensors;
+    const double optimizer = optimizer_time(layout, result.memory[rank], tensors);
     result.breakdown.dp += data / ranks;
     result.breakdown.optimizer += optimizer / ranks;
     after = std::max(after, data + optimizer);

@@ -79,7 +79,7 @@ class Planner {
   // What the data axes cost a rank after its last backward; adds its collectives to the rows
   double data_time(const Layout& layout, const std::vector<Stage>& stages,
                    const std::vector<int64_t>& own, std::vector<Traffic>* rows);
-  double optimizer_time(const Layout& layout, const Memory& memory) const;
+  double optimizer_time(const Layout& layout, const Memory& memory, double tensors) const;
   std::pair<double, double> parameters(const std::vector<Stage>& stages,
                                        const std::vector<int64_t>& own, int64_t tp) const;
   static std::pair<double, double> by_group(const Layout& layout, double dense, double experts);

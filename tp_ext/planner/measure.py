@@ -5,7 +5,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SIZES = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 8192)}
 _FEW = {"cpu": (64, 256), "cuda": _SIZES["cuda"]}  # of bf16, which some CPUs compute at a tenth of the speed
 _LARGE = {"cpu": 2**25, "cuda": 2**30}  # bytes of a copy, more than caches hold
+_SETS = 16  # of operands of a linear
 _WIDE = {"cpu": 1024, "cuda": 8192}  # tokens, and features of the other kernels
 _HEADS, _HEAD_DIM = 8, 64
 _SMALL, _BIG = 2**12, 2**24  # bytes of a collective
@@ -134,16 +135,22 @@ def _kernels(where: torch.device, ranks: ProcessGroup | None, seconds: float) ->
     rates = {}
     for name, dtype in _DTYPES.items():
         for m, n, k in shapes[name]:
-            x, w, dy = (torch.ones(shape, dtype=dtype, device=where) for shape in ((m, k), (n, k), (m, n)))
+            shapes_of_linear = (m, k), (n, k), (m, n)
+            count = (m * k + n * k + m * n) * dtype.itemsize
+            # In turns, as in training: the operands of a layer come from memory, not from a cache
+            turns = itertools.cycle(
+                [torch.ones(shape, dtype=dtype, device=where) for shape in shapes_of_linear]
+                for _ in range(max(1, min(_SETS, _LARGE[where.type] // count)))
+            )
 
-            def linear(x: Tensor = x, w: Tensor = w, dy: Tensor = dy) -> None:
+            def linear(turns: Iterator[list[Tensor]] = turns) -> None:
+                x, w, dy = next(turns)
                 x @ w.t(), dy @ w, dy.t() @ x
 
             taken = _mean(linear, where, each, ranks)
             rates[f"gemm {name} {m} {n} {k}"] = 6 * m * n * k / taken
-    large = torch.ones(_LARGE[where.type] // 4, device=where)
-    result = torch.empty_like(large)
-    rates["bytes"] = 3 * large.nbytes / _mean(lambda: torch.add(large, large, out=result), where, each, ranks)
+    large, other, result = (torch.ones(_LARGE[where.type] // 4, device=where) for _ in range(3))
+    rates["bytes"] = 3 * large.nbytes / _mean(lambda: torch.add(large, other, out=result), where, each, ranks)
 
     # The bytes by which a prediction counts these kernels, workload.py and layer.cpp
     n = _WIDE[where.type]
@@ -186,19 +193,20 @@ def _links(where: torch.device, ranks: ProcessGroup, seconds: float) -> dict[str
         return {}
     times = []
     for payload in (_SMALL, _BIG):
-        tensor = torch.ones(payload // 4, device=where)
+        # In turns, as above: gradients were written before others
+        tensors = [torch.ones(payload // 4, device=where) for _ in range(_CHUNKS)]
 
-        def mean(calls: int, tensor: Tensor = tensor) -> float:
+        def mean(calls: int, tensors: list[Tensor] = tensors) -> float:
             begin = _finished(where)
-            for _ in range(calls):
-                dist.all_reduce(tensor, group=ranks)
+            for call in range(calls):
+                dist.all_reduce(tensors[call % _CHUNKS], group=ranks)
             return (_finished(where) - begin) / calls
 
         taken = [mean(3) for _ in range(2)]
         # The number of calls must be that of all ranks
         number = torch.tensor([max(3, min(200, int(seconds / 2 / _CHUNKS / taken[1])))], device=where)
         dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks)
-        times.append(min(mean(int(number)) for _ in range(_CHUNKS)))
+        times.append(statistics.median(mean(int(number)) for _ in range(_CHUNKS)))
     per_byte = max(1e-15, (times[1] - times[0]) / (_BIG - _SMALL))
     bandwidth = 2 * (size - 1) / size / per_byte
     latency = max(0.0, times[0] - _SMALL * per_byte) / (2 * (size - 1))
