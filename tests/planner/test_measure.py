@@ -26,6 +26,7 @@ def test_ranks_agree_on_their_profile():
     first, second = (planner.Cluster.from_json(text) for text in ranks.run(_measured, 2))
     assert first == second and first.count == 2
     assert 0 <= first.links[0].latency < 1 and first.links[0].bandwidth > 1e6
+    assert 0.05 < first.factor("gather") < 20
     assert predict(MODEL, first, Layout(tp=2, dtype="fp32"), 4).step_time > 0
 
 

@@ -25,7 +25,13 @@ from tp_ext.parallel.microbatch_tree import MicrobatchTree
 from tp_ext.parallel.pipeline.stages import materialise, pipeline_stages
 from tp_ext.parallel.pipeline.steps import reshard
 from tp_ext.parallel.replicas import replicas_of
-from tp_ext.parallel.run_checks import check_invariant_blocks, check_model, check_options, note_parallelized
+from tp_ext.parallel.run_checks import (
+    RunOptions,
+    check_invariant_blocks,
+    check_model,
+    check_options,
+    note_parallelized,
+)
 from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
 from tp_ext.parallel.step_loss import StepLoss, loss_terms
 from tp_ext.random import manual_seed
@@ -117,7 +123,20 @@ def parallelize(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
     axes = mesh_axes(NOT_GIVEN, mesh)
-    check_options(schedule, microbatches, loss, reduction, zero, offload, recompute, compile, autocast)
+    options = RunOptions(
+        schedule=schedule,
+        microbatches=microbatches,
+        loss=loss,
+        reduction=reduction,
+        count=count or _valid,
+        zero=zero,
+        offload=offload,
+        recompute=recompute,
+        compile=compile,
+        autocast=autocast,
+        invariant_blocks=invariant_blocks,
+    )
+    check_options(options)
     known = census(model, axes)
     check_invariant_blocks(known, axes, invariant_blocks, microbatches, compile)
     check_model(known, mesh, zero, recompute)
@@ -128,20 +147,7 @@ def parallelize(
     name_joined(model)
     # Before FSDP2, whose hooks are then around a block's recomputation: the selective one counts operators inside
     whole = wrap_blocks(known, recompute, compile)
-    run = ParallelRun(
-        whole,
-        known,
-        mesh,
-        schedule,
-        microbatches,
-        loss,
-        reduction,
-        count or _valid,
-        zero,
-        offload,
-        autocast,
-        invariant_blocks,
-    )
+    run = ParallelRun(whole, known, mesh, options)
     note_parallelized(model, whole)
     return run
 
@@ -157,35 +163,22 @@ class ParallelRun:
         next_step: the number of the next step, by which masks are drawn; to be set after a checkpoint is loaded.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        known: Census,
-        mesh: DeviceMesh,
-        schedule: str | None,
-        microbatches: int,
-        loss: Callable[[Any, Tensor], Tensor],
-        reduction: str,
-        count: Callable[[Tensor], Tensor | int],
-        zero: int,
-        offload: bool,
-        autocast: torch.dtype | None,
-        invariant_blocks: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, known: Census, mesh: DeviceMesh, options: RunOptions) -> None:
+        loss, count, zero, microbatches = options.loss, options.count, options.zero, options.microbatches
         self.mesh, self._microbatches, self._zero = mesh, microbatches, zero
         self._data = data = mesh_axes(NOT_GIVEN, mesh).data
         self.data_size, self.data_rank = data.sequences.size, data.sequences.rank
         self._replicas = replicas = replicas_of(mesh)
         self.next_step = 0
         self._device = device = _device(mesh)
-        self._autocast = autocast
+        self._autocast = options.autocast
         pp = mesh["pp"] if "pp" in (mesh.mesh_dim_names or ()) else None
         pp = None if pp is None or pp.size() == 1 else pp  # one stage needs no schedule
         sharding: dict[str, Any] = {}
         if zero > 1:
             # Under a pipeline resharding would communicate in each microbatch, so zero = 3 keeps what it gathered
             sharding = replicas.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
-            if offload:
+            if options.offload:
                 # Memory is pinned by the driver of CUDA; the default, True, raises without one
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
@@ -196,7 +189,7 @@ class ParallelRun:
                 return zero * torch.as_tensor(count(target))
             # A schedule calls the loss outside of the context of the forward
             with self._precision():
-                if reduction == "sum":
+                if options.reduction == "sum":
                     return loss(output, target)  # StepLoss checks it
                 # Sums over tokens add up over microbatches and data ranks of unequal lengths; means do not
                 counted = torch.as_tensor(count(target))
@@ -209,7 +202,7 @@ class ParallelRun:
             self._schedule = pipeline_stages(
                 model,
                 pp,
-                schedule=schedule or "1F1B",
+                schedule=options.schedule or "1F1B",
                 microbatches=microbatches,
                 loss=summed,
                 count=count,
@@ -225,13 +218,13 @@ class ParallelRun:
                 self._schedule.reduce_gradients = lambda: replicas.average_gradients(self.state)
             return
         # A tree adds the gradients of data ranks, where the others take their mean
-        self._loss = StepLoss(summed, microbatches, count, mean_over, "sum" if invariant_blocks else "mean")
+        self._loss = StepLoss(summed, microbatches, count, mean_over, "sum" if options.invariant_blocks else "mean")
         # [Note: one census for each call]: wrap_blocks has replaced blocks, which are found anew, and no experts
         blocks = known.blocks if model is known.model else [model]
         materialise(model, device, reset_parameters, blocks, sharding, known.experts.values())
         self.state = model
-        if invariant_blocks is not None:
-            self._tree = MicrobatchTree(model, invariant_blocks, *data.axes)
+        if options.invariant_blocks is not None:
+            self._tree = MicrobatchTree(model, options.invariant_blocks, *data.axes)
             return
         # A data axis of one rank is no replica. What FSDP2 shards it also sums
         if replicas.exist and not sharding:

@@ -1,10 +1,13 @@
 """Checks of the model, its groups and the options of ``parallelize``, and a note of the models that it has prepared."""
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -184,29 +187,37 @@ def note_parallelized(*models: nn.Module) -> None:
     _parallelized.update(models)
 
 
-def check_options(
-    schedule: object,
-    microbatches: object,
-    loss: object,
-    reduction: object,
-    zero: object,
-    offload: bool,
-    recompute: object,
-    compile: bool,
-    autocast: object,
-) -> None:
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of :func:`tp_ext.parallelize`, under their names."""
+
+    schedule: str | None
+    microbatches: int
+    loss: Callable[[Any, Tensor], Tensor]
+    reduction: str
+    count: Callable[[Tensor], Tensor | int]
+    zero: int
+    offload: bool
+    recompute: str | None
+    compile: bool
+    autocast: torch.dtype | None
+    invariant_blocks: int | None
+
+
+def check_options(options: RunOptions) -> None:
     """Raises TypeError or ValueError unless ``parallelize`` takes these options."""
-    check_bool(offload=offload, compile=compile)
-    if schedule is not None:
-        check_schedule(schedule)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction: {reduction!r} must be 'mean' or 'sum'")
-    if not callable(loss):
-        raise TypeError(f"loss: {loss!r} must be a function of the output of the model and the target")
+    zero = options.zero
+    check_bool(offload=options.offload, compile=options.compile)
+    if options.schedule is not None:
+        check_schedule(options.schedule)
+    if options.reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction: {options.reduction!r} must be 'mean' or 'sum'")
+    if not callable(options.loss):
+        raise TypeError(f"loss: {options.loss!r} must be a function of the output of the model and the target")
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
         raise ValueError(f"zero: {zero!r} must be 0, 1, 2 or 3")
-    if offload and zero not in (2, 3):
+    if options.offload and zero not in (2, 3):
         raise ValueError(f"offload: True needs zero = 2 or 3, and zero is {zero}")
-    check_choice(RECOMPUTE, recompute=recompute)
-    check_int(least=1, microbatches=microbatches)
-    check_choice(AUTOCAST, autocast=autocast)
+    check_choice(RECOMPUTE, recompute=options.recompute)
+    check_int(least=1, microbatches=options.microbatches)
+    check_choice(AUTOCAST, autocast=options.autocast)

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,10 +36,10 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
 
     Times the three GEMMs of a linear in fp32 and bf16 (a table for :class:`EfficiencyCurve`; the peak is the fastest of
     them); forward and backward of attention, of a norm, an activation and a residual; AdamW; a sum of large tensors; a
-    linear of one element, which is the host's; and all-reduces of 4 KiB and 16 MiB, from which latency and bandwidth of
-    a ring follow. Each time is a mean over many calls, of all ranks at once, so that what they share (a core, a
-    memory) is shared as in training: a rank computes before and after it measures, until all others have. Of
-    four such means the median counts.
+    linear of one element, which is the host's; all-reduces of 4 KiB and 16 MiB, from which latency and bandwidth of a
+    ring follow; and an all-gather and a reduce-scatter of 16 MiB, for the constant ``gather``. Each time is a mean over
+    many calls, of all ranks at once, so that what they share (a core, a memory) is shared as in training: a rank
+    computes before and after it measures, until all others have. Of four such means the median counts.
 
     Args:
         device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they
@@ -83,7 +84,8 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
         ),
     )
     link = Link(medians.get("latency", 0.0), medians.get("bandwidth", 1e12))
-    return Cluster(measured_device, count, (link,))
+    constants = {"gather": medians["gather"]} if "gather" in medians else {}
+    return Cluster(measured_device, count, (link,), constants=constants)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -187,30 +189,38 @@ def _kernels(where: torch.device, ranks: ProcessGroup | None, seconds: float) ->
 
 
 def _links(where: torch.device, ranks: ProcessGroup, seconds: float) -> dict[str, float]:
-    """Returns latency and bandwidth of a ring whose all-reduces would take as long."""
+    """Returns latency and bandwidth of a ring whose all-reduces would take as long, and the time of such an all-reduce
+    by that of an all-gather and a reduce-scatter, which are one by the formulas."""
     size = ranks.size()
     if size == 1:
         return {}
-    times = []
-    for payload in (_SMALL, _BIG):
-        # In turns, as above: gradients were written before others
-        tensors = [torch.ones(payload // 4, device=where) for _ in range(_CHUNKS)]
 
-        def mean(calls: int, tensors: list[Tensor] = tensors) -> float:
+    def gather_and_scatter(full: Tensor) -> None:  # as ZeRO does
+        part = full[ranks.rank() * (len(full) // size) :][: len(full) // size].clone()
+        dist.all_gather_into_tensor(full, part, group=ranks)
+        dist.reduce_scatter_tensor(part, full, group=ranks)
+
+    def timed(payload: int, call: Callable[[Tensor], object]) -> float:
+        # In turns, as above: gradients were written before others
+        tensors = [torch.ones(payload // 4 // size * size, device=where) for _ in range(_CHUNKS)]
+
+        def mean(calls: int) -> float:
             begin = _finished(where)
-            for call in range(calls):
-                dist.all_reduce(tensors[call % _CHUNKS], group=ranks)
+            for number in range(calls):
+                call(tensors[number % _CHUNKS])
             return (_finished(where) - begin) / calls
 
         taken = [mean(3) for _ in range(2)]
         # The number of calls must be that of all ranks
-        number = torch.tensor([max(3, min(200, int(seconds / 2 / _CHUNKS / taken[1])))], device=where)
+        number = torch.tensor([max(3, min(200, int(seconds / 3 / _CHUNKS / taken[1])))], device=where)
         dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks)
-        times.append(statistics.median(mean(int(number)) for _ in range(_CHUNKS)))
+        return statistics.median(mean(int(number)) for _ in range(_CHUNKS))
+
+    times = [timed(payload, partial(dist.all_reduce, group=ranks)) for payload in (_SMALL, _BIG)]
     per_byte = max(1e-15, (times[1] - times[0]) / (_BIG - _SMALL))
     bandwidth = 2 * (size - 1) / size / per_byte
     latency = max(0.0, times[0] - _SMALL * per_byte) / (2 * (size - 1))
-    return {"latency": latency, "bandwidth": bandwidth}
+    return {"latency": latency, "bandwidth": bandwidth, "gather": times[1] / timed(_BIG, gather_and_scatter)}
 
 
 def _memory(where: torch.device, ranks: int) -> float:

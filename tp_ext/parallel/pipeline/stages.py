@@ -191,19 +191,19 @@ def pipeline_stages(
     # torch's schedules of one stage per rank have another base class, with one attribute
     torch_stages = [pipeline._stage] if per_rank == 1 and not known.looped else pipeline._stages
     setup = PipelineSetup(
-        known,
-        group,
-        stage_device,
-        own_stages,
-        owner_of,
-        torch_stages,
-        step_loss,
-        clock,
-        copies,
-        parts.keywords,
-        microbatches,
-        bool(options),
-        context or _no_context,
+        schedule=known,
+        group=group,
+        device=stage_device,
+        stages=own_stages,
+        rank_of=owner_of,
+        torch_stages=torch_stages,
+        loss=step_loss,
+        clock=clock,
+        tied=copies,
+        keywords=parts.keywords,
+        microbatches=microbatches,
+        sharded=bool(options),
+        context=context or _no_context,
     )
     pipeline.set_up(setup, shapes)
     note_parallelized(model)
