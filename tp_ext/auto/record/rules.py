@@ -1,11 +1,11 @@
 """Rules that relate the dims of the tensors of an operator: one for each operator, by its name in torch or by
 ``ns::name``.
 
-A rule is a line of notation or a function of an :class:`Op`. Notation: the dims of each tensor, tensors separated by
-commas, inputs left of ``->``, results right. A name is a dim, equal names are the same dim; ``(h d)`` is a product,
-slowest first; a leading ``*`` stands for any number of dims, unified from the right. ``^`` after a name pins it: it
-stays whole. ``+`` after a name that no result has: the operator sums over it, so that the result of a sharded one is
-partial. An operator without a rule pins all its dims, one that torch marks as pointwise unifies them."""
+A rule is a line of notation or a function of an :class:`OperatorCall`. Notation: the dims of each tensor, tensors
+separated by commas, inputs left of ``->``, results right. A name is a dim, equal names are the same dim; ``(h d)`` is
+a product, slowest first; a leading ``*`` stands for any number of dims, unified from the right. ``^`` after a name
+pins it: it stays whole. ``+`` after a name that no result has: the operator sums over it, so that the result of a
+sharded one is partial. An operator without a rule pins all its dims, one that torch marks as pointwise unifies them."""
 
 from __future__ import annotations
 
