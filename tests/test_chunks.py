@@ -27,7 +27,7 @@ def local_chunks(tensor, sharding, rank, p):
     """The shape and the chunks of a tensor of one rank of p, sharded or replicated over them."""
     group = ParallelGroup(f"group@{rank}/{p}", p, rank)
     groups = ModelGroups((group,), {group.name: (0, True)})
-    with mock.patch("tp_ext.model.model_groups.global_ranks", lambda name: [-1]):  # in no mesh of a DTensor
+    with mock.patch("tp_ext.group.global_ranks", lambda name: [-1]):  # in no mesh of a DTensor
         return groups.local_chunks(tensor, Layout() if sharding is None else Layout((sharding, group)))
 
 

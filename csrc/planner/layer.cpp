@@ -6,7 +6,7 @@
 namespace tp_ext::planner {
 namespace {
 
-// [Note: Python beside a CPU's kernels]: of selective recomputation, for each kernel of the forward,
+// [Note: Python on a CPU]: of selective recomputation, for each kernel of the forward,
 // which torch dispatches in Python, twice
 constexpr double kSelective = 15;
 

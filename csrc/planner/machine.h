@@ -63,7 +63,8 @@ struct Machine {
   }
   // What the host adds to a kernel: a short one ends before the next is launched
   double host(double time) const { return asynchronous ? std::max(0.0, launch - time) : launch; }
-  // What Python adds that takes as long as the host's work for so many kernels. On a GPU it runs ahead
+  // What Python adds, by the number of kernels for which the host works as long; on a GPU it runs
+  // ahead
   double python(double kernels) const { return asynchronous ? 0 : kernels * launch; }
   // By FLOPs, or by the bytes that it moves if these take longer
   double gemm(double m, double n, double k, bool in_blocks, double moved) const;

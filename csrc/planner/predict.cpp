@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kHostLink = 32e9;    // bytes/s of PCIe 4.0 x16, over which offload moves
 constexpr double kBucket = 25 << 20;  // of DDP, bytes
-// [Note: Python beside a CPU's kernels]: the host's time for a kernel, so often
+// [Note: Python on a CPU]: the host's time for a kernel, so often
 constexpr double kHooks = 7.5;      // of FSDP2, for each tensor in a forward and in a backward
 constexpr double kShardedStep = 8;  // of an optimizer over FSDP2's shards, for each tensor
 constexpr double kAction = 26;      // of a pipeline's F, B, I or W
