@@ -6,8 +6,8 @@
 namespace tp_ext::planner {
 namespace {
 
-// [Note: Python on a CPU]: of selective recomputation, for each kernel of the forward,
-// which torch dispatches in Python, twice
+// [Note: Python on a CPU]: times the host's time for the forward, of selective recomputation, whose
+// operators torch dispatches in Python, twice
 constexpr double kSelective = 15;
 
 // Prices the operators of one layer, in their order
@@ -49,13 +49,12 @@ class Pricing {
     }
   }
 
-  void kernel(Seconds& seconds, double Seconds::*part, double time) {
-    if (&seconds != &layer_.input_grad && &seconds != &layer_.weight_grad) ++kernels_;
+  void kernel(Seconds& seconds, double Seconds::*part, double time) const {
     seconds.*part += time;
     seconds.host += machine_.host(time);
   }
   double lasting(double time) const { return time + machine_.host(time); }
-  void memory(Seconds& seconds, double bytes) {
+  void memory(Seconds& seconds, double bytes) const {
     if (bytes > 0) kernel(seconds, &Seconds::memory, bytes / machine_.memory_bandwidth);
   }
 
@@ -314,7 +313,7 @@ class Pricing {
         for (const Traffic& row : forward_traffic_) add_traffic(layer_.traffic, row);
         break;
       case Recompute::Selective:
-        again.host += machine_.python(kSelective * kernels_);
+        if (!machine_.asynchronous) again.host += kSelective * layer_.forward.host;
         layer_.saved = std::min(all, input + kept_attention_ + kept_);
         break;
       case Recompute::Half:  // of the results of products every second one
@@ -337,8 +336,7 @@ class Pricing {
   bool split_;
   double tokens_, own_, gathered_;  // of the tp group, of this rank, padded ones of the group
   double kept_ = 0, kept_attention_ = 0, scores_ = 0, forward_gemm_ = 0;
-  double kernels_ = 0;  // of the forward
-  double once_ = 0;     // exposed seconds of what a recomputation leaves out
+  double once_ = 0;  // exposed seconds of what a recomputation leaves out
   Seconds pointwise_forward_, attention_forward_;
   std::vector<Traffic> forward_traffic_;
   Layer layer_;

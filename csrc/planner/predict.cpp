@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kHostLink = 32e9;    // bytes/s of PCIe 4.0 x16, over which offload moves
 constexpr double kBucket = 25 << 20;  // of DDP, bytes
-// [Note: Python on a CPU]: the host's time for a kernel, so often
+// [Note: Python on a CPU]: times the host's time for a kernel
 constexpr double kHooks = 7.5;      // of FSDP2, for each tensor in a forward and in a backward
 constexpr double kShardedStep = 8;  // of an optimizer over FSDP2's shards, for each tensor
 constexpr double kAction = 26;      // of a pipeline's F, B, I or W
@@ -117,12 +117,9 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     };
     const double gather = time(Collective::AllGather, layout.param_bytes);
     const double reduce = time(Collective::ReduceScatter, layout.grad_bytes);
-    // What was gathered is copied out of its buffer, and gradients into theirs: on a CPU a tenth of a
-    // step, on a GPU less than a hundredth
-    const double elements =
-        machine_.asynchronous ? 0 : 2 * (dense + experts) / machine_.memory_bandwidth;
-    const double out = number * layout.param_bytes * elements;
-    const double in = number * layout.grad_bytes * elements;
+    // What was gathered is copied out of its buffer, and gradients into theirs
+    const double out = machine_.copy(number * layout.param_bytes * (dense + experts));
+    const double in = machine_.copy(number * layout.grad_bytes * (dense + experts));
     const double forward = block.forward.total(), backward = block.backward();
     const double hooks = machine_.python(kHooks * number * block.tensors);
     stage.forward_gathers += hooks;
@@ -232,10 +229,6 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     exposed += seen;
     if (rows) add_traffic(*rows, {Axis::Dp, kind, group.size, number, payload, time, seen});
   };
-  // On a CPU copies take a tenth of a step, on a GPU less than a hundredth
-  const auto copies = [&](double bytes) {
-    return machine_.asynchronous ? 0 : 2 * bytes / machine_.memory_bandwidth;
-  };
   const Group data = data_group(layout), of_experts = expert_group(layout);
   if (layout.zero < 2) {
     const auto [of_all, of_some] = by_group(layout, dense, experts);
@@ -246,7 +239,8 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     call(Collective::AllReduce, data, layout.pp > 1 ? 1 : buckets,
          layout.pp > 1 ? bytes : bytes / buckets, hidden, 1);
     call(Collective::AllReduce, of_experts, 1, layout.grad_bytes * of_some, 0, 1);
-    exposed += copies(layout.pp == 1 && data.size > 1 ? 2 * bytes : 0);  // into buckets, and back
+    if (layout.pp == 1 && data.size > 1)
+      exposed += machine_.copy(2 * bytes);  // to buckets and back
     if (layout.zero ==
         1) {  // each parameter after the step of the optimizer, by the rank that has it
       double tensors = workload_.tied && layout.pp == 1 ? -1 : 0;

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 
 def _sent(group, name):
-    call, found = registry.SENT[name].make(group), []
+    call, passes = registry.SENT[name].make(group), []
     with count_collectives() as forward:
         y = call()
     with count_collectives() as backward:
@@ -25,8 +25,8 @@ def _sent(group, name):
             y.sum().backward()
     for counts in (forward, backward):
         sizes = sorted((row.kind, row.payload) for row in counts.rows for _ in range(row.number))
-        found.append((sizes, counts.wire_bytes))
-    return found
+        passes.append((sizes, counts.wire_bytes))
+    return passes
 
 
 @pytest.mark.parametrize("name", registry.SENT)

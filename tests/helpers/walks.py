@@ -112,14 +112,14 @@ class Package:
         called = call.func
         if isinstance(called, ast.Attribute):
             of_self = isinstance(called.value, ast.Name) and called.value.id == "self"
-            found = Function(caller.module, caller.owner, called.attr) if of_self and caller.owner else None
+            function = Function(caller.module, caller.owner, called.attr) if of_self and caller.owner else None
         elif isinstance(called, ast.Name):
             module, name = self._origin(caller.module, called.id)
             constructs = (module, name) in self._classes
-            found = Function(module, name, "__init__") if constructs else Function(module, "", name)
+            function = Function(module, name, "__init__") if constructs else Function(module, "", name)
         else:
             return None
-        return found if found in self._functions else None
+        return function if function in self._functions else None
 
     def _origin(self, module: str, name: str) -> tuple[str, str]:
         """Returns the module that defines what another module imports under a name."""

@@ -97,7 +97,7 @@ def _spmd_types() -> Any:
 def _assert_parameter_types(module: nn.Module) -> None:
     """Gives all parameters and buffers types by their layouts, on the current mesh."""
     spmd = _spmd_types()
-    groups = [one for part in module.modules() for one in _groups_of_module(part)]
+    groups = [group for part in module.modules() for group in _groups_of_module(part)]
     own = {spmd.MeshAxis.of(process_group(name)) for name in dict.fromkeys(group.name for group in groups) if name}
     outside = dict.fromkeys(spmd.current_mesh() or (), spmd.R)
     for prefix, part in module.named_modules():

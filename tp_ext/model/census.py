@@ -111,18 +111,18 @@ class Census:
         group, argument = parallel_group(self.axes.tp).plain(), self.axes.argument
         ranks = tuple(group.ranks)
         # Experts are sharded over data ranks, which say nothing about the tensor-parallel axis
-        theirs = {tuple(global_ranks(name)) for name in groups.within} - {tuple(self.axes.ep.ranks)}
-        if theirs and ranks not in theirs:
-            names = " or ".join(_shown(members) for members in sorted(theirs))
+        layer_ranks = {tuple(global_ranks(name)) for name in groups.within} - {tuple(self.axes.ep.ranks)}
+        if layer_ranks and ranks not in layer_ranks:
+            names = " or ".join(_shown(members) for members in sorted(layer_ranks))
             raise ValueError(
                 f"{argument}: {_shown(ranks)} must be that of the model's layers, {names}; without "
                 f"{argument.split('[')[0]}= it is taken from them"
             )
-        if not theirs and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in self.layers.values()):
+        if not layer_ranks and len(ranks) > 1 and any(any(layer.tp_layouts.values()) for layer in self.layers.values()):
             raise ValueError(
                 f"{argument}: {_shown(ranks)} must be that of the model's layers, which were made without one"
             )
-        return groups if theirs else axes_of_groups([group, *self.groups_in_use()])
+        return groups if layer_ranks else axes_of_groups([group, *self.groups_in_use()])
 
     def groups_in_use(self) -> Iterator[ParallelGroup]:
         """Yields the group of each layer and those of all layouts, in the order of the modules, some repeatedly."""

@@ -160,7 +160,7 @@ class MultiTokenPrediction(ParallelModule):
             raise TypeError(f"{name}: {type(layer).__name__} must be a {kind.__name__}")
         if getattr(layer, width) != self.hidden_size:
             raise ValueError(f"{name}: its width {getattr(layer, width)} must be hidden_size = {self.hidden_size}")
-        ranks = [one.tp_group.ranks if one.tp_group.size > 1 else [] for one in (layer, self)]
+        ranks = [module.tp_group.ranks if module.tp_group.size > 1 else [] for module in (layer, self)]
         if ranks[0] != ranks[1]:
             raise ValueError(f"{name}: its group, ranks {ranks[0]}, must be group, ranks {ranks[1]}")
         if layer.sequence_parallel != self.sequence_parallel:

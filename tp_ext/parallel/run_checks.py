@@ -127,10 +127,10 @@ def _check_experts(model: Census, mesh: DeviceMesh, zero: int, recompute: str | 
     for path, router in model.routing_layers.items():
         if router.gradient_reduction != "mean":
             raise ValueError(f"model: gradient_reduction of {path!r}, 'sum', must be 'mean'")
-        theirs = {tuple(axis.ranks) for axis in router.data_ranks.axes}
-        if router.needs_data_ranks and theirs != axes:
+        members = {tuple(axis.ranks) for axis in router.data_ranks.axes}
+        if router.needs_data_ranks and members != axes:
             raise ValueError(
-                f"model: data_groups and expert_group of {path!r} are the ranks {sorted(map(list, theirs))}, and must "
+                f"model: data_groups and expert_group of {path!r} are the ranks {sorted(map(list, members))}, and must "
                 f"be the data axes of the mesh, {sorted(map(list, axes))}"
             )
 

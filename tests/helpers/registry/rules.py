@@ -1,4 +1,4 @@
-"""What tests/repo/test_rules.py calls: a layer or function of the package on a rank, and the unsharded one."""
+"""Layers and functions that tests/repo/test_rules.py compares: on a rank of a group, and unsharded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def module(make: Callable[..., nn.Module], **call: Any) -> Maker:
 
 def layer(case: Case) -> Subject:
     """A small layer as a function of its input."""
-    dims = [-1 if held == "features" else None for held in (case.takes, case.gives)]
+    dims = [-1 if sharded_by == "features" else None for sharded_by in (case.takes, case.gives)]
     call = {name: value for name, value in case.call.items() if name != "total_tokens"}
     make = module(lambda group: case.make(group=group), **call)
     return Subject(make, (TOKENS, FFN if case.takes == "features" else HIDDEN), *dims)
