@@ -110,14 +110,21 @@ def test_training_has_the_same_bits():
         assert torch.equal(got, want)
 
 
+def _filled():
+    return all(bool((_tensor(2).fill_(3) == 3).all()) for _ in range(3))
+
+
 def _threads():
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     tp_ext.keep_memory()
-    wrong = []
+    wrong, warm = [], threading.Barrier(5)
+    assert _filled()  # torch's operators prepare themselves at their first call, under locks that a fork must find free
 
     def work(number):
         draw, held = random.Random(number), []
         for i in range(150):
+            if i == 16:
+                warm.wait()
             value = number * 16 + i % 16
             held.append((torch.full((draw.randrange(MIB // 2, 4 * MIB),), value, dtype=torch.uint8), value))
             if len(held) > 4:
@@ -128,11 +135,11 @@ def _threads():
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
+    warm.wait()
     for _ in range(5):  # a fork finds the lock free, whatever the threads do
         child = os.fork()
         if child == 0:
-            ok = all(bool((_tensor(2).fill_(3) == 3).all()) for _ in range(3))
-            os._exit(0 if ok else 1)
+            os._exit(0 if _filled() else 1)
         assert os.waitpid(child, 0)[1] == 0
     for thread in threads:
         thread.join()
