@@ -184,6 +184,11 @@ TORCH_LIBRARY(tp_ext, m) {
       "rms_norm_residual(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor y, "
       "Tensor sum)",
       tags);
+  // rms_norm_residual of the sum of x over the ranks
+  m.def(
+      "all_reduce_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, str group) -> "
+      "(Tensor y, Tensor sum)",
+      tags);
   // The last dim, of n elements, is sharded over group
   m.def("sharded_rms_norm(Tensor x, Tensor? weight, float eps, str group, int n) -> Tensor", tags);
   m.def(

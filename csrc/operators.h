@@ -111,6 +111,9 @@ std::tuple<Tensor, Tensor> _gated_act_bwd(const Tensor& grad, const Tensor& x,
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps);
 std::tuple<Tensor, Tensor> rms_norm_residual(const Tensor& x, const Tensor& residual,
                                              const OptionalTensor& weight, double eps);
+std::tuple<Tensor, Tensor> all_reduce_rms_norm(const Tensor& x, const Tensor& residual,
+                                               const OptionalTensor& weight, double eps,
+                                               const std::string& group);
 std::tuple<Tensor, Tensor> _rms_norm_fwd(const Tensor& x, const OptionalTensor& weight, double eps);
 std::tuple<Tensor, Tensor, Tensor> _rms_norm_residual_fwd(const Tensor& x, const Tensor& residual,
                                                           const OptionalTensor& weight, double eps);

@@ -83,12 +83,16 @@ class Block(nn.Module):
         where: dict[str, Any] = {"layout": layout}
         if layout is None:
             where = {"batch_size": batch_size, "total_tokens": total_tokens}
-        attended = self.attention(self.attention_norm(x), cos_sin=cos_sin, cache=cache, **where)
-        x = self.dropout(attended, residual=x, total_tokens=total_tokens)
+        h, where = self.attention_norm(x), {"cos_sin": cos_sin, "cache": cache, **where}
+        if cache is not None and not self.training:  # all-reduce, residual and norm in one operator
+            h, x = self.attention(h, residual=x, norm=self.mlp_norm, **where)
+        else:
+            x = self.dropout(self.attention(h, **where), residual=x, total_tokens=total_tokens)
+            h = self.mlp_norm(x)
         sequences = (
             (batch_size if layout is None else layout.batch,) if isinstance(self.mlp, tp_ext.ParallelMoE) else ()
         )
-        y = self.mlp(self.mlp_norm(x), total_tokens, *sequences)
+        y = self.mlp(h, total_tokens, *sequences)
         return self.dropout(y, residual=x, total_tokens=total_tokens)
 
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -12,6 +13,7 @@
 #include "comm/group_name.h"
 #include "comm/pack.h"
 #include "comm/rotate.h"
+#include "shm/backend.h"
 #include "shm/tree_sum_op.h"
 
 namespace tp_ext::comm {
@@ -219,6 +221,15 @@ Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   Tensor x = fresh.contiguous();
   finish(issue_all_reduce(resolve(group), {x}, false, sum_in(Order::kAny)));
   return x;
+}
+
+// [Note: a fused collective calls its backend]
+bool all_reduce_rows(const Tensor& x, const std::string& group, const RowEnd& end) {
+  if (!x.is_cpu() || traced(x) || at::hasGlobalCallbacks() || at::hasThreadLocalCallbacks())
+    return false;
+  const auto backend = resolve(group)->getBackend(at::kCPU);
+  auto* const shared = dynamic_cast<shm::ShmBackend*>(backend.get());
+  return shared != nullptr && shared->all_reduce_rows(x, end);
 }
 
 bool adds_in_a_tree(const Tensor& x, const std::string& group) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "comm/split.h"
+#include "row_end.h"
 
 namespace tp_ext::comm {
 
@@ -63,6 +64,11 @@ at::Tensor all_reduce(const at::Tensor& x, const std::string& group);
 at::Tensor all_reduce_fresh(const at::Tensor& fresh, const std::string& group);
 Pending all_reduce_async(const at::Tensor& fresh, const std::string& group,
                          Order order = Order::kAny);
+
+// Gives each row of the sum of x over the ranks to `end`, in their order, and writes the sum
+// nowhere. False if this backend cannot; nothing has been communicated then. To the other ranks it
+// is an all-reduce, so that they need not do the same.
+bool all_reduce_rows(const at::Tensor& x, const std::string& group, const RowEnd& end);
 
 // Maximum over the ranks; owns `fresh`, as above
 at::Tensor all_reduce_max(const at::Tensor& fresh, const std::string& group);

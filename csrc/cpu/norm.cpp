@@ -25,6 +25,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/norm_backward.h"
 #include "cpu/norm_forward.h"
+#include "row_end.h"
 
 namespace tp_ext {
 namespace {
@@ -161,6 +162,26 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
 }
 
 }  // namespace
+
+RowEnd rms_norm_row_end(const Tensor& residual, const OptionalTensor& weight, double eps,
+                        const Tensor& y, const Tensor& total) {
+  const int64_t n = residual.size(-1);
+  const Tensor w = widened(weight, acc_options(residual), n, 1);
+  RowEnd end;
+  dispatch_floating(residual.scalar_type(), "norm", [&](auto zero) {
+    using T = decltype(zero);
+    using A = acc_t<T>;
+    std::vector<A> cache(kIsHalf<T> ? 3 * n : 0);
+    end = [=](int64_t row, const void* sums) mutable {
+      const int64_t first = row * n;
+      A rstd;
+      norm_forward_rows<T, false>({static_cast<const T*>(sums), in<T>(residual) + first,
+                                   out<T>(total) + first, out<T>(y) + first, in<A>(w), in<A>(w),
+                                   nullptr, &rstd, 1, n, static_cast<A>(eps), cache.data()});
+    };
+  });
+  return end;
+}
 
 TORCH_LIBRARY_IMPL(tp_ext, CPU, m) {
   using Primitives = NormPrimitives<forward<false>, forward<true>, backward<false>, backward<true>>;

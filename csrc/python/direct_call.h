@@ -135,14 +135,21 @@ struct Argument<Sizes> {
   Sizes pass() const { return given ? Sizes(held) : Sizes(); }
 };
 
+inline PyObject* wrapped(const Tensor& result) { return THPVariable_Wrap(result); }
+inline PyObject* wrapped(const std::tuple<Tensor, Tensor>& results) {
+  const auto first = pybind11::reinterpret_steal<pybind11::object>(wrapped(std::get<0>(results)));
+  const auto second = pybind11::reinterpret_steal<pybind11::object>(wrapped(std::get<1>(results)));
+  return PyTuple_Pack(2, first.ptr(), second.ptr());
+}
+
 // The targets of a Python function made here: the typed operator, and `overload`, the same operator
 // of torch.ops
 template <typename Signature>
 struct Target;
 
-template <typename... Args>
-struct Target<Tensor(Args...)> {
-  c10::TypedOperatorHandle<Tensor(Args...)> op;
+template <typename Result, typename... Args>
+struct Target<Result(Args...)> {
+  c10::TypedOperatorHandle<Result(Args...)> op;
   PyObject* overload;
   PyMethodDef definition;
 
@@ -155,7 +162,7 @@ struct Target<Tensor(Args...)> {
         at::impl::torch_function_mode_enabled() ||
         !read(arguments, args, std::index_sequence_for<Args...>()))
       return PyObject_Vectorcall(target.overload, args, count, keywords);
-    return THPVariable_Wrap(target.run(arguments));
+    return wrapped(target.run(arguments));
     END_HANDLE_TH_ERRORS
   }
 
@@ -166,7 +173,7 @@ struct Target<Tensor(Args...)> {
     return (std::get<i>(arguments).read(args[i]) && ...);
   }
 
-  Tensor run(const std::tuple<Argument<Args>...>& arguments) const {
+  Result run(const std::tuple<Argument<Args>...>& arguments) const {
     const pybind11::gil_scoped_release no_gil;  // a collective waits for other ranks
     return std::apply([&](const auto&... each) { return op.call(each.pass()...); }, arguments);
   }

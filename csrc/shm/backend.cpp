@@ -83,11 +83,23 @@ ShmBackend::Work ShmBackend::all_reduce(const Tensor& t, const Tensor& in, const
   const void* from = data(buffers.keep.back());
   void* at = data(buffers.keep[0]);
   std::unique_ptr<Collective> call;
-  if (elements.bytes() <= std::min(AllReduce::kMaxBytes, member().slot_bytes()))
+  if (elements.bytes() <= most_in_a_step())
     call = std::make_unique<AllReduce>(member(), from, at, elements);
   else
     call = std::make_unique<ChunkedAllReduce>(member(), from, at, elements);
   return run(std::move(call), std::move(buffers), terms);
+}
+
+bool ShmBackend::all_reduce_rows(const Tensor& x,
+                                 const std::function<void(int64_t, const void*)>& end) {
+  check_tensor(x);
+  const auto elements = elements_of(x, Operation::kSum);
+  if (x.dim() == 0 || x.numel() == 0 || elements.bytes() > most_in_a_step()) return false;
+  Buffers buffers{{x.contiguous()}, {}, {}};
+  auto call =
+      std::make_unique<AllReduceRows>(member(), data(buffers.keep[0]), elements, x.size(-1), end);
+  run(std::move(call), std::move(buffers), {OpType::ALLREDUCE, false, c10d::kUnsetTimeout});
+  return true;
 }
 
 ShmBackend::Work ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {

@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -10,6 +12,7 @@
 #include <vector>
 
 #include "shm/core/engine.h"
+#include "shm/core/reductions.h"
 #include "shm/tensors.h"
 
 namespace tp_ext::shm {
@@ -29,6 +32,10 @@ class ShmBackend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return engine_->calls(); }
   void setSequenceNumberForGroup() override {}
   void abort() override { engine_->abort_group("the group was aborted"); }
+
+  // Gives each row of the sum of x over the ranks to `end`; false, and nothing is done, if x is
+  // larger than what is summed in one step
+  bool all_reduce_rows(const at::Tensor& x, const std::function<void(int64_t, const void*)>& end);
 
   // Reductions and the barrier: backend.cpp
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -79,6 +86,7 @@ class ShmBackend : public c10d::Backend {
   }
 
   Member member() { return engine_->member(); }
+  int64_t most_in_a_step() { return std::min(AllReduce::kMaxBytes, member().slot_bytes()); }
   int checked_rank(int64_t rank, const char* name) const;
   void check_count(size_t n, const char* name) const;
 

@@ -173,6 +173,11 @@ CASES = [
         {"x": S(0), "residual": S(0), "weight": R},
     ),
     Case(
+        "all_reduce_rms_norm",
+        _without(NORM, "bias") | GROUP | {"residual": _x(ROWS, IN)},
+        {"x": P, "residual": I, "weight": I},
+    ),
+    Case(
         "layer_norm_residual",
         NORM | {"residual": _x(ROWS, IN)},
         {"x": S(0), "residual": S(0), "weight": R, "bias": R},

@@ -6,6 +6,14 @@ _bug = mutation_in("csrc")
 
 REGIONS = [
     _bug(
+        "norm_of_the_first_row_s_sum",
+        "shm/core/reductions.cpp",
+        "in[rank] = of(step, rank) + row * bytes;",
+        "in[rank] = of(step, rank);",
+        "all_reduce_rms_norm over tp_shm takes the sum of the first row for every row.",
+        "nn/test_linear_into_norm.py::test_bits_of_the_two_operators",
+    ),
+    _bug(
         "copy_to_backward",
         "autograd/regions.cpp",
         "return gradients({reduce_from_region(grads[0], group_of(ctx))});",

@@ -6,6 +6,14 @@ _bug = mutation_in("tp_ext")
 
 SHARED = [
     _bug(
+        "bias_lost_before_the_norm",
+        "nn/linear.py",
+        "self.on_two_axes or self.bias is not None or",
+        "self.on_two_axes or",
+        "A row linear with a bias, followed by a norm, forgets the bias in decoding.",
+        "nn/test_linear_into_norm.py::test_layers_end_in_the_norm",
+    ),
+    _bug(
         "split_sizes_remainder",
         "part.py",
         "rank < n % p",

@@ -410,7 +410,7 @@ def test_files_are_short():
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
     "": 4070,  # one check of paths, ranks of a group
-    "_ops": 1620,  # float8, products of few tokens with few bits
+    "_ops": 1650,  # float8, products of few tokens with few bits, all-reduce and norm
     "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
     "checkpoint": 4750,
     "debug": 2200,  # one digest of a model, rules of tp_invariant and float8
@@ -420,7 +420,7 @@ BUDGETS = {
     "low_precision": 900,  # float8
     "mesh_program": 1150,
     "model": 1800,  # reasons at branches
-    "nn": 6750,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8
+    "nn": 6900,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
     "optim": 1150,
     "outside": 1900,
     "parallel": 4000,  # trees of microbatches

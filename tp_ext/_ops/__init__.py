@@ -74,6 +74,7 @@ from tp_ext._ops.named_masks import (
     table_rows,
 )
 from tp_ext._ops.norm import (
+    all_reduce_rms_norm,
     layer_norm,
     layer_norm_bwd,
     layer_norm_fwd,

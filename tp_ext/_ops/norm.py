@@ -19,9 +19,22 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight."""
 
 
-@operator
+@direct_operator
 def rms_norm_residual(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Returns y = :func:`rms_norm` of sum, and sum."""
+
+
+@direct_operator
+def all_reduce_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """Returns y = :func:`rms_norm` of sum, and sum = residual + the sum of x over the ranks.
+
+    Its bits are those of :func:`reduce_from_region` and then :func:`rms_norm_residual`, of which it is composed where
+    gradients are recorded. C++: csrc/autograd/all_reduce_rms_norm.cpp.
+
+    Communicates: forward, one all-reduce of x.
+    """
 
 
 @operator
@@ -64,7 +77,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """Returns (x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
 
 
-@operator
+@direct_operator
 def layer_norm_residual(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:

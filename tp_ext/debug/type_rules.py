@@ -347,6 +347,12 @@ def rms_norm_residual(*, x: Tensor, residual: Tensor, weight: Tensor | None) -> 
 
 
 @rule
+def all_reduce_rms_norm(*, x: Tensor, residual: Tensor, weight: Tensor | None, group: str) -> tuple[Typed, Typed]:
+    total = _added(summed(x, group), residual)
+    return _norm(total, weight, None), total
+
+
+@rule
 def layer_norm_residual(
     *, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Typed, Typed]:

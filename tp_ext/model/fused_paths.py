@@ -1,4 +1,4 @@
-"""Fused paths of torch's own layers, which read the weights of their linears themselves."""
+"""Fused paths, which read the weights of several layers themselves: torch's are refused, and ours ask first."""
 
 from collections.abc import Sequence
 
@@ -15,3 +15,12 @@ def refuse_fused_paths(model: nn.Module, changed: Sequence[str]) -> None:
             module.activation_relu_or_gelu = 0
         if inside and isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+def is_plain(layer: nn.Module, kind: type) -> bool:
+    """Returns whether a layer is of this class, without hooks and without another ``forward``: others may then call its
+    operators."""
+    if type(layer) is not kind or "forward" in layer.__dict__:
+        return False
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return not any(hooks)

@@ -15,12 +15,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.float8 import Float8
+from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
@@ -280,14 +282,33 @@ class RowParallelLinear(ParallelLinear):
         )
         self.input_is_parallel = input_is_parallel
 
-    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Any:
-        """Computes y; returns a tensor, or with ``skip_bias_add`` ``(y, bias)``.
+    def forward(
+        self,
+        x: Tensor,
+        total_tokens: int | None = None,
+        *,
+        weight: Tensor | None = None,
+        residual: Tensor | None = None,
+        norm: RMSNorm | LayerNorm | None = None,
+    ) -> Any:
+        """Computes y; returns a tensor, or with ``skip_bias_add`` ``(y, bias)``, or with ``norm``
+        ``norm(y, residual)``: the norm of total = y + residual, and total.
 
         Args:
             x: ``[.., in_local]``.
             total_tokens: accepted as by the column layer; x holds all tokens, so it is only checked.
             weight: used instead of the layer's own, ``[out, in_local]``.
+            residual: the residual stream, of y's shape; only with ``norm``.
+            norm: the norm of the next sublayer. The bits are those of the two calls; an :class:`RMSNorm` where no
+                gradients are recorded, as in decoding, runs in one operator with the all-reduce (without a bias, SP,
+                float8, ``overlap_chunks``, ``weight_group``, autocast and :func:`tp_ext.tp_invariant`).
+
+        Raises:
+            ValueError: one of ``residual`` and ``norm`` without the other, or with ``skip_bias_add``.
+            TypeError: ``norm`` is no norm of this package.
         """
+        if residual is not None or norm is not None:
+            return self._into_norm(x, total_tokens, weight, residual, norm)
         attributes = self.__dict__  # faster, see operands()
         group, skip_bias_add, coalesced = attributes["tp_group"], attributes["skip_bias_add"], attributes["_coalesced"]
         if not attributes["input_is_parallel"] and (group.size > 1 or self.weight_layout.has_padding):
@@ -322,6 +343,37 @@ class RowParallelLinear(ParallelLinear):
         )
         return (y, self.parameter("bias")) if skip_bias_add else y
 
+    def _into_norm(
+        self,
+        x: Tensor,
+        total_tokens: int | None,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        norm: RMSNorm | LayerNorm | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns ``norm(y, residual)``; see :meth:`forward`."""
+        residual, norm = checked_ending(residual, norm)
+        if self.skip_bias_add:
+            raise ValueError("norm: must not be given to a layer with skip_bias_add, whose bias is not in y")
+        shape = (*x.shape[:-1], self.out_features)
+        if not self.sequence_parallel and self.activations != "hidden" and residual.shape != shape:
+            raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of y, {shape}")
+        # One operator where y is nothing but the sum of the partial products, and nobody else needs it
+        adds_more = self.sequence_parallel or self.on_two_axes or self.bias is not None or self.activations == "hidden"
+        other_sum = self.float8 is not None or self.invariant_blocks is not None or self.overlap_chunks > 1
+        recorded = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+        plain = self.input_is_parallel and not (adds_more or other_sum or recorded)
+        if plain and isinstance(norm, RMSNorm) and norm.is_one_kernel():
+            return norm.after_sum(self._partial_product(x, weight), residual, self.tp_group.name)
+        return norm(self.forward(x, total_tokens, weight=weight), residual)
+
+    def _partial_product(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Returns x W_local^T, to be summed over the ranks."""
+        if self.low_bits is not None:
+            return self.local_product(x, weight)
+        weight, _, _ = operands(self, self.__dict__, weight, self._coalesced)
+        return F.linear(x, weight)
+
     def _in_float8(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
         weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
         bias, sizes = None if self.skip_bias_add else bias, self.token_sizes(total_tokens, whole=x)
@@ -347,3 +399,29 @@ class RowParallelLinear(ParallelLinear):
             last = Sharding(-1, sharding.parts)
             x = torch.cat([last.shard(x, rank, p) for rank in range(p)], -1)
         return _ops.scatter_to_region(x, self.tp_group.name, -1, sharding.local_sizes(p))
+
+
+def into_norm(
+    row: nn.Module,
+    x: Tensor,
+    total_tokens: int | None,
+    residual: Tensor | None,
+    norm: RMSNorm | LayerNorm | None,
+) -> Any:
+    """Returns row(x), or with ``residual`` and ``norm`` ``norm(row(x), residual)``; row: a :class:`RowParallelLinear`,
+    or what has replaced it (LoRA)."""
+    if residual is None and norm is None:
+        return row(x, total_tokens)
+    if isinstance(row, RowParallelLinear):
+        return row(x, total_tokens, residual=residual, norm=norm)
+    residual, norm = checked_ending(residual, norm)
+    return norm(row(x, total_tokens), residual)
+
+
+def checked_ending(residual: Tensor | None, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, RMSNorm | LayerNorm]:
+    if residual is None or norm is None:
+        missing, other = ("norm", "residual") if norm is None else ("residual", "norm")
+        raise ValueError(f"{missing}: None must be given with {other}")
+    if not isinstance(norm, RMSNorm | LayerNorm):
+        raise TypeError(f"norm: {norm!r} must be an RMSNorm or LayerNorm of tp_ext")
+    return residual, norm

@@ -8,9 +8,11 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
+from tp_ext.model.fused_paths import is_plain
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.float8 import Float8
-from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
+from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.random import Init
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -87,17 +89,25 @@ class ParallelMLP(ParallelModule):
         self.up = ColumnParallelLinear(hidden_size, sum(parts), bias, parts=parts, skip_bias_add=True, **options)
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **options)
 
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
-        """Computes y from x.
+    def forward(
+        self,
+        x: Tensor,
+        total_tokens: int | None = None,
+        *,
+        residual: Tensor | None = None,
+        norm: RMSNorm | LayerNorm | None = None,
+    ) -> Any:
+        """Computes y from x; returns y, or with ``residual`` and ``norm`` ``norm(y, residual)``.
 
         Args:
             x: ``[.., hidden]``.
             total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+            residual, norm: as :meth:`RowParallelLinear.forward`.
         """
         activate = _ops.gated_act if self.gated else _ops.bias_act
         h, bias = self.up(x, total_tokens)
-        y: Tensor = self.down(activate(h, bias, self.activation), total_tokens)
-        return y
+        h = activate(h, bias, self.activation)
+        return into_norm(self.down, h, total_tokens, residual, norm)
 
     def is_plain(self) -> bool:
         """Returns whether up and down are the original layers without hooks of their own, with weights that are not
@@ -108,11 +118,3 @@ class ParallelMLP(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
-
-
-def is_plain(layer: torch.nn.Module, kind: type) -> bool:
-    """Returns whether a layer is of this class, without hooks and without another ``forward``."""
-    if type(layer) is not kind or "forward" in layer.__dict__:
-        return False
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return not any(hooks)

@@ -11,6 +11,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag, check_number, refuse_group
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import block_start, blocks_of_rank, refuse_compiled
+from tp_ext.model.fused_paths import is_plain
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import Constant
 from tp_ext.sharding import Sharding
@@ -211,6 +212,20 @@ class RMSNorm(_Norm):
             return self._shaped(_ops.rms_norm_residual(flat, self._flat(residual), weight, eps), x)
         y = _ops.rms_norm(flat, weight, eps)
         return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+
+    def is_one_kernel(self) -> bool:
+        """Returns whether the layer is nothing but the norm of whole rows of one dim: :meth:`after_sum` may be called
+        in its place."""
+        whole_rows = not self._over_group and self.invariant_blocks is None and len(self.normalized_shape) == 1
+        return whole_rows and is_plain(self, RMSNorm)
+
+    def after_sum(self, x: Tensor, residual: Tensor, group: str) -> tuple[Tensor, Tensor]:
+        """Returns ``norm(sum of x over the ranks of group, residual)``, by one operator.
+
+        Communicates: one all-reduce of x.
+        """
+        self._flat(x)  # raises before the collective
+        return _ops.all_reduce_rms_norm(x, residual, self.parameter("weight"), self._epsilon(x), group)
 
     def _epsilon(self, x: Tensor) -> float:
         if self.eps is not None:

@@ -1,6 +1,7 @@
 #include "shm/core/reductions.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "shm/core/chunking.h"
 
@@ -29,9 +30,9 @@ Signature signature_of(const Elements& elements, const std::vector<int64_t>& par
 
 AllReduce::AllReduce(const Member& member, const void* in, void* out, const Elements& elements)
     : SteppedCollective(member, Kind::kAllReduce, 1, signature_of(elements)),
+      elements_(elements),
       in_(static_cast<const char*>(in)),
-      out_(static_cast<char*>(out)),
-      elements_(elements) {
+      out_(static_cast<char*>(out)) {
   if (elements.bytes() > member.slot_bytes())
     throw Failure("all_reduce: " + std::to_string(elements.bytes()) + " bytes in one step");
 }
@@ -42,6 +43,23 @@ void AllReduce::read(int64_t step) {
   const void* in[kMaxRanks];
   for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = of(step, rank);
   elements_.combine(out_, in, member_.ranks(), elements_.count);
+}
+
+AllReduceRows::AllReduceRows(const Member& member, const void* in, const Elements& elements,
+                             int64_t row_length, End end)
+    : AllReduce(member, in, nullptr, elements),
+      row_length_(row_length),
+      row_(row_length * elements.size),
+      end_(std::move(end)) {}
+
+void AllReduceRows::read(int64_t step) {
+  const void* in[kMaxRanks];
+  const int64_t bytes = row_length_ * elements_.size;
+  for (int64_t row = 0; row * row_length_ < elements_.count; ++row) {
+    for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = of(step, rank) + row * bytes;
+    elements_.combine(row_.data(), in, member_.ranks(), row_length_);
+    end_(row, row_.data());
+  }
 }
 
 ChunkedAllReduce::ChunkedAllReduce(const Member& member, const void* in, void* out,

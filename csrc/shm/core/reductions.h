@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "shm/core/collective.h"
@@ -32,13 +33,31 @@ class AllReduce : public SteppedCollective {
   void write(int64_t step, char* slot) override;
   void read(int64_t step) override;
 
+ protected:
+  const Elements elements_;
+
  private:
   const char* in_;
   char* out_;
-  const Elements elements_;
 };
 
-// The same for many elements: chunk by chunk, each rank combines a part of the chunk and
+// The same, but the sums of each row go to `end`, from memory that the next row overwrites
+class AllReduceRows : public AllReduce {
+ public:
+  using End = std::function<void(int64_t row, const void* sums)>;
+  AllReduceRows(const Member& member, const void* in, const Elements& elements, int64_t row_length,
+                End end);
+
+ protected:
+  void read(int64_t step) override;
+
+ private:
+  const int64_t row_length_;
+  std::vector<char> row_;
+  const End end_;
+};
+
+// AllReduce for many elements: chunk by chunk, each rank combines a part of the chunk and
 // distributes it. Lane 0 carries the partials, lane 1 the sums; the next chunk is written while
 // this one is awaited.
 class ChunkedAllReduce : public Collective {

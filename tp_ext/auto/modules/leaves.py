@@ -61,7 +61,10 @@ class RowTokensLinear(RowParallelLinear):
     tp_tokens: TokenLengths
     tp_tokens_dim: int
 
-    def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
+    # Without residual and norm: it stands for an nn.Linear
+    def forward(  # type: ignore[override]
+        self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None
+    ) -> Tensor:
         """Computes y."""
         sizes = self.tp_tokens.enter(x.shape[self.tp_tokens_dim])
         if sizes is None:

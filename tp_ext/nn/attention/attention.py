@@ -17,8 +17,8 @@ from tp_ext.nn.attention.kv_cache import KVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.self_attention import SelfAttention
 from tp_ext.nn.float8 import Float8
-from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.norm import RMSNorm
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
+from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.random import Init
 from tp_ext.sharding import head_parts
 
@@ -179,8 +179,10 @@ class ParallelAttention(SelfAttention):
         cos_sin: tuple[Tensor, Tensor] | None = None,
         attn_mask: Tensor | None = None,
         layout: ContextLayout | None = None,
-    ) -> Tensor:
-        """Computes y from x.
+        residual: Tensor | None = None,
+        norm: RMSNorm | LayerNorm | None = None,
+    ) -> Any:
+        """Computes y from x; returns y, or with ``residual`` and ``norm`` ``norm(y, residual)``.
 
         Args:
             x: see the class.
@@ -201,13 +203,14 @@ class ParallelAttention(SelfAttention):
                 seq_local, hidden]`` or ``[tokens_local, hidden]`` in its order, under SP of these the shard on dim 0.
                 It replaces ``batch_size``, ``cu_seqlens`` and ``total_tokens``; not with ``attn_mask``. An empty
                 ``cache`` gets the keys of all ranks, so that each of them can go on alone, without a layout.
+            residual, norm: as :meth:`RowParallelLinear.forward`.
         """
         if layout is not None:
             layout_options = {"batch_size": batch_size, "cu_seqlens": cu_seqlens, "total_tokens": total_tokens}
             check_layout(layout, self.context_group, layout_options)
             if attn_mask is not None:
                 raise ValueError("attn_mask: must not be combined with layout")
-            return self._forward_over_context(x, layout, cache, cos_sin)
+            return self._forward_over_context(x, layout, cache, cos_sin, residual, norm)
         if cache is not None:
             check_rows_of_cache(self.invariant_blocks, x)
         # With a cache each rank continues alone, from the keys of all ranks that the prompt left there
@@ -242,12 +245,18 @@ class ParallelAttention(SelfAttention):
         else:
             attended = self._attend_packed(q, k, v, lengths)
         features = self.num_heads_local * self.head_dim
-        y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
-        return y
+        attended = attended.reshape(*qkv.shape[:-1], features)
+        return into_norm(self.out, attended, total_tokens, residual, norm)
 
     def _forward_over_context(
-        self, x: Tensor, layout: ContextLayout, cache: KVCache | None, cos_sin: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        layout: ContextLayout,
+        cache: KVCache | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        residual: Tensor | None,
+        norm: RMSNorm | LayerNorm | None,
+    ) -> Any:
         batch, tokens = layout.batch or 1, layout.sizes[self.context_group.rank]
         seq = tokens // batch
         self._check_context_input(x, layout, tokens)
@@ -283,8 +292,8 @@ class ParallelAttention(SelfAttention):
             seeds = seeds if isinstance(seeds, Tensor) else None
             attended = context_attention(q, k, v, layout, self.context, options, seeds)
         features = self.num_heads_local * self.head_dim
-        y: Tensor = self.out(attended.reshape(*qkv.shape[:-1], features), total_tokens)
-        return y
+        attended = attended.reshape(*qkv.shape[:-1], features)
+        return into_norm(self.out, attended, total_tokens, residual, norm)
 
     def _check_context_options(self) -> None:
         check_context(self.context)

@@ -21,8 +21,8 @@ from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
 from tp_ext.nn.attention.self_attention import SelfAttention
 from tp_ext.nn.float8 import Float8
-from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.norm import RMSNorm
+from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
+from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Init
 from tp_ext.sharding import head_parts
@@ -182,12 +182,15 @@ class ParallelLatentAttention(SelfAttention):
         cache: LatentKVCache | None = None,
         cos_sin: tuple[Tensor, Tensor] | None = None,
         attn_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Computes y from x.
+        residual: Tensor | None = None,
+        norm: RMSNorm | LayerNorm | None = None,
+    ) -> Any:
+        """Computes y from x; returns y, or with ``residual`` and ``norm`` ``norm(y, residual)``.
 
         Args:
             x: see the class.
             batch_size, cu_seqlens, total_tokens, attn_mask: as :meth:`ParallelAttention.forward`.
+            residual, norm: as :meth:`RowParallelLinear.forward`.
             cache: this layer's cache, from :meth:`new_cache`: x follows the tokens in it and is appended. Up to about
                 ``kv_lora_rank (nope + v) / (2 kv_lora_rank - nope - v)`` new tokens per sequence attend to the latents
                 themselves, with W_kv_b absorbed into q and into the result; more of them, as in a prefill, and all of
@@ -254,8 +257,8 @@ class ParallelLatentAttention(SelfAttention):
                 attended = self._attend(q, k, v, mask, self._mask_seeds(q, None)[0])
         # v may have been padded
         attended = attended[..., : self.v_head_dim]
-        y: Tensor = self.o_proj(attended.reshape(*leading, self.num_heads_local * self.v_head_dim), total_tokens)
-        return y
+        attended = attended.reshape(*leading, self.num_heads_local * self.v_head_dim)
+        return into_norm(self.o_proj, attended, total_tokens, residual, norm)
 
     def _entered(self, x: Tensor, sizes: list[int] | None) -> Tensor:
         """Returns a replicated tensor, under SP one of this rank's tokens, as the sharded heads use it."""

@@ -16,9 +16,10 @@ from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.mesh import GRADIENT_REDUCTIONS
+from tp_ext.model.fused_paths import is_plain
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.float8 import Float8, refuse_with_float8
-from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP, is_plain
+from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP
 from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding, main_grad_of
 from tp_ext.random import Init, torch_linear_init
