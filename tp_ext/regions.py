@@ -46,7 +46,7 @@ def copy_to_region(x: Tensor, group: Group) -> Tensor:
 
     Communicates: backward, one all-reduce of x's size. Conjugate: :func:`reduce_from_region`.
     """
-    if _records(x):
+    if current_blocks() is not None and _records(x):
         refuse_call("copy_to_region", _INSTEAD)
     return _ops.copy_to_region(x, group_name(group))
 
@@ -105,7 +105,7 @@ def all_gather_region(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int
     Arguments and errors as :func:`gather_from_region`. Communicates: forward, one all-gather; backward, one
     reduce-scatter. Conjugate: :func:`reduce_scatter_region`.
     """
-    if _records(x):
+    if current_blocks() is not None and _records(x):
         refuse_call("all_gather_region", _INSTEAD)
     return _ops.all_gather_region(x, group_name(group), dim, sizes)
 
