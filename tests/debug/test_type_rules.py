@@ -162,6 +162,14 @@ CASES = [
         for ring in (False, True)
     ),
     *(
+        Case(
+            "query_attention",
+            {"q": _x(2, 2, 3, 16), "k": _x(2, 2, 5, 16), "v": _x(2, 2, 5, 32)},
+            dict.fromkeys("qkv", S(dim)),
+        )
+        for dim in (0, 1)
+    ),
+    *(
         Case("rope", {"x": _x(1, ROWS, 2, 4), "cos": _x(ROWS, 2), "sin": _x(ROWS, 2)}, {"x": x, "cos": c, "sin": c})
         for x, c in ((S(2), R), (S(1), S(0)))
     ),

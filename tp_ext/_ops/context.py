@@ -1,4 +1,5 @@
-"""Attention over a context group. C++: csrc/autograd/context_attention.cpp."""
+"""Attention over a context group, and of a step of decoding. C++: csrc/autograd/context_attention.cpp,
+query_attention.cpp."""
 
 from collections.abc import Sequence
 
@@ -38,4 +39,17 @@ def context_attention(
 
     Communicates: forward, for each of p - 1 steps one exchange of k and v with the neighbours; backward, two such (of
     k and v, of their gradients). Gathered: an all-gather each way, and in backward a reduce-scatter.
+    """
+
+
+@operator
+def query_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Returns ``softmax(scale q k^T) v``: each row of q attends to all keys.
+
+    On the CPU, for at most 16 rows of fp32, fp64 or bf16 where nothing is recorded, by a kernel that reads keys and
+    values once; else by ``scaled_dot_product_attention``.
+
+    Args:
+        q: ``[batch, heads, rows, width]``; k: ``[batch, heads, keys, width]``; v: ``[batch, heads, keys, v_width]``.
+        scale: default ``width ** -0.5``.
     """

@@ -311,6 +311,11 @@ def context_attention(*, q: Tensor, k: Tensor, v: Tensor, seeds: Tensor | None, 
 
 
 @rule
+def query_attention(*, q: Tensor, k: Tensor, v: Tensor) -> Typed:
+    return rules.einsum("bhnd,bhmd,bhme->bhne", *alike(q, k, v))
+
+
+@rule
 def rope(*, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Typed:
     ignored(cos, sin, positions)  # of the positions of x, without a gradient
     return rules.einsum("...->...", x)

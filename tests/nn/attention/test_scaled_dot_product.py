@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tp_ext import _ops
 from tp_ext.nn.attention import scaled_dot_product
 from tp_ext.nn.attention.scaled_dot_product import explicit_attention, visible
 
@@ -60,3 +61,68 @@ def test_time_and_memory_do_not_grow_with_the_square():
     assert y.shape == q.shape
     tokens, masks = 2 * n * 4, 512 * (512 + 512 + window - 1) * 4  # bytes of a number per token and head; of the masks
     assert sum(saved.values()) <= 4 * 8 * tokens + tokens + masks < n * n
+
+
+QUERIES = [
+    (1, 2, 4, 513, 64, 64),
+    (2, 1, 16, 7, 32, 48),
+    (3, 2, 1, 1, 16, 16),
+    (1, 1, 5, 130, 576, 512),
+    (2, 3, 3, 6, 16, 32),
+]
+
+
+def _cached(shape, dtype):
+    """Filled slots of a longer cache."""
+    batch, heads, tokens, width = shape
+    return torch.randn(batch, heads, tokens + 3, width, dtype=torch.float64).to(dtype)[:, :, :tokens]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", QUERIES, ids=str)
+def test_few_queries(shape, dtype, device):
+    """Against fp64, within the rounding of the result and of scores whose terms are added in any order; the same bits
+    for any number of threads."""
+    torch.manual_seed(0)
+    batch, heads, rows, keys, width, v_width = shape
+    q = torch.randn(batch, heads, rows, width, dtype=torch.float64).to(dtype).to(device)
+    k, v = (_cached((batch, heads, keys, n), dtype).to(device) for n in (width, v_width))
+    got = _ops.query_attention(q, k, v, 0.2)
+    q64, k64, v64 = (t.double() for t in (q, k, v))
+    exact = F.scaled_dot_product_attention(q64, k64, v64, scale=0.2)
+    assert got.dtype == dtype and got.shape == exact.shape
+    summed = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    terms = 0.2 * (q64.abs() @ k64.abs().mT).max()
+    bound = torch.finfo(dtype).eps * exact.abs().max() + 4 * summed * terms * v64.abs().max()
+    assert (got - exact).abs().max() <= bound
+    assert torch.equal(_ops.query_attention(q, k, v, 0.2), got)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    assert torch.equal(_ops.query_attention(q, k, v, 0.2), got)
+    torch.set_num_threads(threads)
+
+
+def test_other_queries_are_torchs():
+    """Exactly: many rows, odd widths, fp16, gradients, autocast, compiled code."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 17, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    few = q[:, :, :3]
+    narrow = few[..., :15], k[..., :15], v
+    for args in ((q, k, v), narrow, (few.half(), k.half(), v.half())):
+        assert torch.equal(_ops.query_attention(*args), F.scaled_dot_product_attention(*args))
+    leaves = [t.clone().requires_grad_() for t in (few, k, v)]
+    grads = [
+        torch.autograd.grad(f(*leaves).square().sum(), leaves)
+        for f in (_ops.query_attention, F.scaled_dot_product_attention)
+    ]
+    assert all(map(torch.equal, *grads))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _ops.query_attention(few, k, v).dtype == torch.bfloat16
+    compiled = torch.compile(_ops.query_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(few, k, v), _ops.query_attention(few, k, v))
+    mapped = torch.vmap(_ops.query_attention)(few[None], k[None], v[None])[0]
+    torch.testing.assert_close(mapped, _ops.query_attention(few, k, v))
+    with pytest.raises(ValueError, match="k: shape"):
+        _ops.query_attention(few, k[:, :1], v[:, :1])
+    with pytest.raises(ValueError, match="four dims"):
+        _ops.query_attention(few[0], k[0], v[0])

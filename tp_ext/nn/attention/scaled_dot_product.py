@@ -213,5 +213,8 @@ def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
         mask = mask.expand(-1, -1, n, -1).reshape(mask.shape[0], kv_heads, share * n, mask.shape[3])
     elif mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, share, 1)
-    y = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
+    if mask is None:
+        y = _ops.query_attention(rows, k, v, scale)
+    else:
+        y = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
     return y.reshape(batch, heads, n, v.shape[3])

@@ -1,0 +1,19 @@
+// Attention of a few queries to the keys and values of a cache, on the CPU.
+
+#pragma once
+
+#include "types.h"
+
+namespace tp_ext {
+
+// More rows are products of matrices, for which a GEMM is faster
+constexpr int64_t kMostQueries = 16;
+
+// Whether query_attention_cpu takes them: fp32, fp64 or bf16 with rows of whole vectors
+bool few_queries(const Tensor& q, const Tensor& k, const Tensor& v);
+
+// y = softmax(scale q k^T) v: q [batch, heads, rows, width], k [batch, heads, keys, width], v and y
+// with v_width. Reads each key and value once, from memory. In cpu/query_attention.cpp.
+Tensor query_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v, double scale);
+
+}  // namespace tp_ext
