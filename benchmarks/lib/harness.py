@@ -182,8 +182,9 @@ def run(cases: Iterable[Case], device: str, seconds: float = 2.0, turns: int = 1
         times: dict[str, list[float]] = {name: [] for name in names}
         start, turn = time.perf_counter(), 0
         while turn < turns or (time.perf_counter() - start < seconds and turn < 1000):
-            for i in range(len(names)):
-                name = names[(turn + i) % len(names)]
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            # Every other turn backwards: else each would always follow the same one, whose data fill the caches
+            for name in reversed(order) if turn % 2 else order:
                 times[name].append(timed(subjects[name], case.before))
             turn += 1
         medians = {name: statistics.median(values) for name, values in times.items()}

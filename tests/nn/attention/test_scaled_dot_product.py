@@ -80,13 +80,13 @@ def _cached(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", QUERIES, ids=str)
-def test_few_queries(shape, dtype, device):
+def test_few_queries(shape, dtype):
     """Against fp64, within the rounding of the result and of scores whose terms are added in any order; the same bits
     for any number of threads."""
     torch.manual_seed(0)
     batch, heads, rows, keys, width, v_width = shape
-    q = torch.randn(batch, heads, rows, width, dtype=torch.float64).to(dtype).to(device)
-    k, v = (_cached((batch, heads, keys, n), dtype).to(device) for n in (width, v_width))
+    q = torch.randn(batch, heads, rows, width, dtype=torch.float64).to(dtype)
+    k, v = (_cached((batch, heads, keys, n), dtype) for n in (width, v_width))
     got = _ops.query_attention(q, k, v, 0.2)
     q64, k64, v64 = (t.double() for t in (q, k, v))
     exact = F.scaled_dot_product_attention(q64, k64, v64, scale=0.2)
