@@ -8,10 +8,14 @@
 
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/prefetch.h"
+
+// Vectors are returned by functions that are inlined: no call depends on how they are passed
+#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace tp_ext {
 namespace {
@@ -44,15 +48,30 @@ TP_INLINE Vector<float> load(const Bf16* x) {
   return result;
 }
 
-// Sums of neighbouring lanes, those of a and then those of b
-TP_INLINE Vector<float> fold(const Vector<float>& a, const Vector<float>& b) {
-  using Places __attribute__((vector_size(64))) = int32_t;
-  constexpr Places kEven = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+template <typename A>
+struct HalfOf {
+  using type __attribute__((vector_size(32))) = A;
+};
+template <typename A>
+using Half = typename HalfOf<A>::type;
+
+template <typename A>
+TP_INLINE Half<A> halves_added(const Vector<A>& x) {
+  Half<A> halves[2];
+  std::memcpy(halves, &x, sizeof halves);
+  return halves[0] + halves[1];
+}
+
+// Sums of neighbouring lanes, those of a and then those of b. Of half vectors: AVX2 has no shuffle
+// of longer ones.
+TP_INLINE Half<float> fold(const Half<float>& a, const Half<float>& b) {
+  using Places __attribute__((vector_size(32))) = int32_t;
+  constexpr Places kEven = {0, 2, 4, 6, 8, 10, 12, 14};
   return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
 }
-TP_INLINE Vector<double> fold(const Vector<double>& a, const Vector<double>& b) {
-  using Places __attribute__((vector_size(64))) = int64_t;
-  constexpr Places kEven = {0, 2, 4, 6, 8, 10, 12, 14};
+TP_INLINE Half<double> fold(const Half<double>& a, const Half<double>& b) {
+  using Places __attribute__((vector_size(32))) = int64_t;
+  constexpr Places kEven = {0, 2, 4, 6};
   return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
 }
 
@@ -81,8 +100,10 @@ TP_INLINE void products_of_key(const HeadRows<T>& p, const T* key, int64_t first
     const Vector<A> k = load(key + d);
     for (int i = 0; i < kRows; ++i) lanes[i] += load(p.q + (first + i) * p.width + d) * k;
   }
-  Vector<A> sums = fold(fold(lanes[0], lanes[1]), fold(lanes[2], lanes[3]));
-  for (int64_t left = kLanes<A> / 4; left > 1; left /= 2) sums = fold(sums, sums);
+  Half<A> halves[4];
+  for (int i = 0; i < 4; ++i) halves[i] = halves_added<A>(lanes[i]);
+  Half<A> sums = fold(fold(halves[0], halves[1]), fold(halves[2], halves[3]));
+  if constexpr (std::is_same_v<A, float>) sums = fold(sums, sums);  // two of each row were left
   for (int i = 0; i < kRows; ++i) p.weights[(first + i) * p.keys + j] = sums[i];
 }
 
