@@ -57,13 +57,13 @@ def test_there_are_direct_calls():
 @pytest.mark.parametrize("name", DIRECT)
 def test_same_result_as_torch_ops(name):
     args = arguments(name)
-    ours, theirs = (results(function, args) for function in (DIRECT[name], overload(name)))
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
+    direct_outputs, overload_outputs = (results(function, args) for function in (DIRECT[name], overload(name)))
+    assert len(direct_outputs) == len(overload_outputs)
+    for mine, other in zip(direct_outputs, overload_outputs, strict=True):
         assert torch.equal(mine, other)
         assert type(mine.grad_fn) is type(other.grad_fn)
-    if ours[0].grad_fn is not None:
-        assert all(map(torch.equal, gradients(ours, args), gradients(theirs, args)))
+    if direct_outputs[0].grad_fn is not None:
+        assert all(map(torch.equal, gradients(direct_outputs, args), gradients(overload_outputs, args)))
 
 
 @pytest.mark.parametrize("name", DIRECT)

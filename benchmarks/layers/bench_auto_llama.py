@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 import tp_ext
 from benchmarks.lib import interleave, report
 from benchmarks.lib.harness import TOLERANCE
+from benchmarks.lib.llama import LlamaBlock, block_weights
 from benchmarks.lib.report import Record
 
 RANKS, BATCH, SEQ = 2, 2, 256
@@ -88,46 +89,10 @@ def dense(hidden: int) -> Callable[[], Results]:
     return of_transformers(model_of(hidden).layers[0], hidden)
 
 
-class ByHand(nn.Module):
-    """The block with layers of tp_ext."""
-
-    def __init__(self, config: transformers.LlamaConfig, group: Any) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.norm1 = tp_ext.RMSNorm(hidden, eps=eps, group=group)
-        self.attention = tp_ext.ParallelAttention(
-            hidden,
-            config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            bias=False,
-            rope=config.rope_parameters["rope_theta"],
-            group=group,
-        )
-        self.norm2 = tp_ext.RMSNorm(hidden, eps=eps, group=group)
-        self.mlp = tp_ext.ParallelMLP(hidden, config.intermediate_size, activation="swiglu", bias=False, group=group)
-
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.norm1(x), cos_sin=cos_sin)
-        return x + self.mlp(self.norm2(x))
-
-
-def weights_by_hand(full: Results) -> Results:
-    """Tensors under the names of transformers as those of :class:`ByHand`."""
-    attention, mlp = "self_attn.{}_proj.weight", "mlp.{}_proj.weight"
-    return {
-        "norm1.weight": full["input_layernorm.weight"],
-        "attention.qkv.weight": torch.cat([full[attention.format(name)] for name in "qkv"]),
-        "attention.out.weight": full[attention.format("o")],
-        "norm2.weight": full["post_attention_layernorm.weight"],
-        "mlp.up.weight": torch.cat([full[mlp.format(name)] for name in ("gate", "up")]),
-        "mlp.down.weight": full[mlp.format("down")],
-    }
-
-
 def by_hand(hidden: int, group: Any) -> tuple[Callable[[], Results], nn.Module]:
     model = model_of(hidden)
-    block = ByHand(model.config, group)
-    tp_ext.load_full_state_dict(block, weights_by_hand(model.layers[0].state_dict()))
+    block = LlamaBlock(model.config, group)
+    tp_ext.load_full_state_dict(block, block_weights(model.layers[0].state_dict()))
     assert block.attention.rope is not None
     tables = block.attention.rope.cos_sin(torch.arange(SEQ), torch.float32)
     return step_of(lambda x: block(x, tables), block, hidden), block
@@ -166,7 +131,7 @@ def on_rank(name: str, backend: str, hidden: int) -> Callable[[], Results]:
     step, block = WAYS[name](hidden, interleave.group_on(backend))
     expected = dense(hidden)()
     if name == "by hand":
-        expected = {"y": expected["y"], "x": expected["x"], **weights_by_hand(expected)}
+        expected = {"y": expected["y"], "x": expected["x"], **block_weights(expected)}
     shardings = dict(tp_ext.shardings(block)) if name != "transformers" else {}
     for key, got in step().items():
         want, sharding = expected[key], shardings.get(key)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import tp_ext
 from benchmarks.lib import interleave, report
+from benchmarks.lib.llama import LlamaBlock, block_weights
 from benchmarks.lib.report import Record
 
 RANKS, VOCAB = 2, 2048
@@ -44,17 +45,6 @@ def dense() -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-class Block(nn.Module):
-    def __init__(self, config: transformers.LlamaConfig, group: Any) -> None:
-        super().__init__()
-        hidden, options = config.hidden_size, {"bias": False, "group": group}
-        self.norm1, self.norm2 = (tp_ext.RMSNorm(hidden, config.rms_norm_eps, group=group) for _ in range(2))
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        theta = config.rope_parameters["rope_theta"]
-        self.attention = tp_ext.ParallelAttention(hidden, heads, num_kv_heads=kv_heads, rope=theta, **options)
-        self.mlp = tp_ext.ParallelMLP(hidden, config.intermediate_size, activation="swiglu", **options)
-
-
 class Llama(nn.Module):
     """The model with layers of tp_ext; the norm after a sublayer is the next sublayer's."""
 
@@ -62,7 +52,7 @@ class Llama(nn.Module):
         super().__init__()
         self.one_operator = one_operator
         self.embedding = tp_ext.VocabParallelEmbedding(VOCAB, config.hidden_size, group=group)
-        self.blocks = nn.ModuleList(Block(config, group) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(LlamaBlock(config, group) for _ in range(config.num_hidden_layers))
         self.norm = tp_ext.RMSNorm(config.hidden_size, config.rms_norm_eps, group=group)
         self.head = tp_ext.VocabParallelLMHead(config.hidden_size, VOCAB, group=group)
 
@@ -96,15 +86,8 @@ class Llama(nn.Module):
 def weights(of: transformers.LlamaForCausalLM) -> dict[str, Tensor]:
     """The weights of transformers under the names of :class:`Llama`."""
     state, full = of.state_dict(), {}
-    for i in range(of.config.num_hidden_layers):
-        here, there = f"blocks.{i}.", f"model.layers.{i}."
-        qkv = [state[f"{there}self_attn.{name}_proj.weight"] for name in "qkv"]
-        up = [state[f"{there}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        full[f"{here}norm1.weight"] = state[f"{there}input_layernorm.weight"]
-        full[f"{here}norm2.weight"] = state[f"{there}post_attention_layernorm.weight"]
-        full[f"{here}attention.qkv.weight"], full[f"{here}mlp.up.weight"] = torch.cat(qkv), torch.cat(up)
-        full[f"{here}attention.out.weight"] = state[f"{there}self_attn.o_proj.weight"]
-        full[f"{here}mlp.down.weight"] = state[f"{there}mlp.down_proj.weight"]
+    for i, layer in enumerate(of.model.layers):
+        full |= {f"blocks.{i}.{name}": weight for name, weight in block_weights(layer.state_dict()).items()}
     names = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     return full | {f"{ours}.weight": state[f"{theirs}.weight"] for ours, theirs in names.items()}
 

@@ -35,8 +35,7 @@ std::tuple<Tensor, Tensor> all_reduce_rms_norm(const Tensor& x, const Tensor& re
                                                const std::string& group) {
   check_norm_input(x, weight);  // before the collective
   check_norm_like_x(residual, "residual", x);
-  if (comm::traced(x) || needs_graph(x) || needs_graph(residual) ||
-      (has(weight) && needs_graph(*weight)))
+  if (comm::traced(x) || needs_graph(x) || needs_graph(residual) || is_any(needs_graph, weight))
     return by_operators(x, residual, weight, eps, group);
   const at::AutoDispatchBelowADInplaceOrView below;
   if (x.is_cpu() && x.numel() > 0 && comm::size(group) > 1) {

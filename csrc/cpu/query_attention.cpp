@@ -20,12 +20,14 @@
 namespace tp_ext {
 namespace {
 
-template <typename A>
+template <typename A, int kBytes>
 struct VectorOf {
-  using type __attribute__((vector_size(64))) = A;
+  using type __attribute__((vector_size(kBytes))) = A;
 };
 template <typename A>
-using Vector = typename VectorOf<A>::type;
+using Vector = typename VectorOf<A, 64>::type;
+template <typename A>
+using Half = typename VectorOf<A, 32>::type;
 template <typename A>
 constexpr int64_t kLanes = 64 / sizeof(A);
 constexpr int64_t kAhead = 16;    // rows between a prefetch and its use
@@ -38,22 +40,14 @@ TP_INLINE Vector<A> load(const A* x) {
   return result;
 }
 TP_INLINE Vector<float> load(const Bf16* x) {
-  using Halves __attribute__((vector_size(32))) = uint16_t;
-  using Words __attribute__((vector_size(64))) = uint32_t;
-  Halves bits;
+  using Words = VectorOf<uint32_t, 64>::type;
+  VectorOf<uint16_t, 32>::type bits;
   std::memcpy(&bits, x, sizeof bits);
   const Words words = __builtin_convertvector(bits, Words) << 16;
   Vector<float> result;
   std::memcpy(&result, &words, sizeof result);
   return result;
 }
-
-template <typename A>
-struct HalfOf {
-  using type __attribute__((vector_size(32))) = A;
-};
-template <typename A>
-using Half = typename HalfOf<A>::type;
 
 template <typename A>
 TP_INLINE Half<A> halves_added(const Vector<A>& x) {
@@ -65,12 +59,12 @@ TP_INLINE Half<A> halves_added(const Vector<A>& x) {
 // Sums of neighbouring lanes, those of a and then those of b. Of half vectors: AVX2 has no shuffle
 // of longer ones.
 TP_INLINE Half<float> fold(const Half<float>& a, const Half<float>& b) {
-  using Places __attribute__((vector_size(32))) = int32_t;
+  using Places = Half<int32_t>;
   constexpr Places kEven = {0, 2, 4, 6, 8, 10, 12, 14};
   return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
 }
 TP_INLINE Half<double> fold(const Half<double>& a, const Half<double>& b) {
-  using Places __attribute__((vector_size(32))) = int64_t;
+  using Places = Half<int64_t>;
   constexpr Places kEven = {0, 2, 4, 6};
   return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
 }

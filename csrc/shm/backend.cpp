@@ -90,8 +90,7 @@ ShmBackend::Work ShmBackend::all_reduce(const Tensor& t, const Tensor& in, const
   return run(std::move(call), std::move(buffers), terms);
 }
 
-bool ShmBackend::all_reduce_rows(const Tensor& x,
-                                 const std::function<void(int64_t, const void*)>& end) {
+bool ShmBackend::all_reduce_rows(const Tensor& x, const AllReduceRows::End& end) {
   check_tensor(x);
   const auto elements = elements_of(x, Operation::kSum);
   if (x.dim() == 0 || x.numel() == 0 || elements.bytes() > most_in_a_step()) return false;

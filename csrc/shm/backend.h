@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -35,7 +34,7 @@ class ShmBackend : public c10d::Backend {
 
   // Gives each row of the sum of x over the ranks to `end`; false, and nothing is done, if x is
   // larger than what is summed in one step
-  bool all_reduce_rows(const at::Tensor& x, const std::function<void(int64_t, const void*)>& end);
+  bool all_reduce_rows(const at::Tensor& x, const AllReduceRows::End& end);
 
   // Reductions and the barrier: backend.cpp
   Work allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;

@@ -58,7 +58,7 @@ def test_bits_of_the_two_operators(backend, dtypes, p):
 
 def _recorded(world, needs):
     group = group_name(world)
-    found = []
+    values_and_gradients = []
     for function in (_composed, lambda *args: _ops.all_reduce_rms_norm(*args[:3], EPS, args[3])):
         leaves = [
             t.requires_grad_(name in needs)
@@ -68,8 +68,8 @@ def _recorded(world, needs):
         torch.manual_seed(3)
         dys = [torch.randn_like(t) for t in outputs]
         torch.autograd.backward(outputs, dys)
-        found.append([*(t.detach() for t in outputs), *(t.grad for t in leaves)])
-    for got, want in zip(*found, strict=True):
+        values_and_gradients.append([*(t.detach() for t in outputs), *(t.grad for t in leaves)])
+    for got, want in zip(*values_and_gradients, strict=True):
         assert (got is None) == (want is None) and (got is None or torch.equal(got, want))
 
 
@@ -120,10 +120,13 @@ def _late(rank, p, folder):
     start(rank, p, folder, "cpu:tp_shm", seconds=1)
     x = torch.full((2, 64), float(rank))
     group = group_name(dist.group.WORLD)
-    if rank == 0:  # its tensors go before the others' rows come
+    over = folder / "over"
+    if rank == 0:
         seconds, message = timed_error(lambda: _ops.all_reduce_rms_norm(x, x, None, EPS, group))
+        over.touch()
         assert seconds > 0.5 and "rank 1" in message, message
-    time.sleep(2)
+    while not over.exists():  # rank 1 lives until rank 0 has given up: its death would be another error
+        time.sleep(0.05)
     return True
 
 
@@ -207,7 +210,7 @@ def _as_composed(world, kind, norm_kind, options, backend="gloo", change=None):
     x, residual = (torch.randn(*((4,) if sp else (2, 3)), HIDDEN) for _ in range(2))
     if change == "few bits":
         low_precision.quantize_(layer, "int8")
-    grads, found = [], []
+    grads, decoded = [], []  # decoded: the outputs where no gradients are recorded
     for ending in (False, True):
         leaves = [t.clone().requires_grad_() for t in (x, residual)]
 
@@ -219,9 +222,9 @@ def _as_composed(world, kind, norm_kind, options, backend="gloo", change=None):
         dys = [torch.full_like(t, 0.5) for t in outputs]
         grads.append(torch.autograd.grad(outputs, [*leaves, *parameters], dys, allow_unused=True))
         with torch.no_grad():
-            found.append(ended(x, residual))
-        assert all(map(torch.equal, outputs, found[-1]))
-    assert all(map(torch.equal, *found))
+            decoded.append(ended(x, residual))
+        assert all(map(torch.equal, outputs, decoded[-1]))
+    assert all(map(torch.equal, *decoded))
     for got, want in zip(*grads, strict=True):
         assert (got is None) == (want is None) and (got is None or torch.equal(got, want))
 

@@ -46,7 +46,7 @@ def context_attention(
 def query_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Returns ``softmax(scale q k^T) v``: each row of q attends to all keys.
 
-    On the CPU, for at most 16 rows of fp32, fp64 or bf16 where nothing is recorded, by a kernel that reads keys and
+    On the CPU, for at most 8 rows of fp32, fp64 or bf16 where nothing is recorded, by a kernel that reads keys and
     values once; else by ``scaled_dot_product_attention``.
 
     Args:

@@ -313,6 +313,7 @@ class RowParallelLinear(ParallelLinear):
         group, skip_bias_add, coalesced = attributes["tp_group"], attributes["skip_bias_add"], attributes["_coalesced"]
         if not attributes["input_is_parallel"] and (group.size > 1 or self.weight_layout.has_padding):
             x = self.scattered(x)
+        # Each special form has a product and a sum of its own; the first that is set decides
         if attributes["low_bits"] is not None:
             y, bias = self._of_low_bits(x, total_tokens, weight), self.parameter("bias")
             if skip_bias_add:
@@ -329,6 +330,7 @@ class RowParallelLinear(ParallelLinear):
         if attributes["invariant_blocks"] is not None:
             y = self.in_blocks(x, weight, total_tokens, row=True)
             return (y, self.parameter("bias")) if skip_bias_add else y
+        # With skip_bias_add the caller adds the bias, in the pass of a later kernel
         weight, bias, main_grad = operands(self, attributes, weight, coalesced)
         y = _ops.row_parallel_linear(
             x,
@@ -358,7 +360,7 @@ class RowParallelLinear(ParallelLinear):
         shape = (*x.shape[:-1], self.out_features)
         if not self.sequence_parallel and self.activations != "hidden" and residual.shape != shape:
             raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of y, {shape}")
-        # One operator where y is nothing but the sum of the partial products, and nobody else needs it
+        # If y is only the sum of the partial products, one operator can compute the sum, the residual and the norm
         adds_more = self.sequence_parallel or self.on_two_axes or self.bias is not None or self.activations == "hidden"
         other_sum = self.float8 is not None or self.invariant_blocks is not None or self.overlap_chunks > 1
         recorded = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
