@@ -298,16 +298,27 @@ def test_collectives_of_norms_and_embedding(make, x, over_x, over_y):
     assert ranks.run(_collectives_of, 4, make, x) == [[*over_x, *over_y]] * 4
 
 
+class _InOrder(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x, order):
+        for i in order:
+            x = self.layers[i](x)
+        return x
+
+
 def _other_order(group):
     mesh = mesh_of(2, 2, names=("x", "y"))
-    mlp, x = _mlp(mesh)
-    other, _ = _mlp(mesh, seed=4)
-    h = other.up(x)[0]
-    want = other.down(h)
+    x = _mlp(mesh)[1]
+    model = _InOrder(_mlp(mesh, seed)[0] for seed in range(3))
     for _ in range(3):
-        mlp(x)
-    mlp.up(x)  # gathers ``mlp.down`` ahead
-    return torch.equal(other.down(h), want)
+        model(x, (0, 1, 2))
+    want = x
+    for i in (0, 2, 1):  # each by itself, where nothing is gathered ahead
+        want = model.layers[i](want)
+    return torch.equal(model(x, (0, 2, 1)), want)  # under the first one, weights of the second are gathered
 
 
 def test_another_order_of_layers():
