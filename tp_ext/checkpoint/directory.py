@@ -22,6 +22,7 @@ from tp_ext.checkpoint.files.atomic_directory import (
     finish_interrupted_swap,
     remove_directory,
     staging_path,
+    start_writing,
     swap_in,
     sync_to_disk,
 )
@@ -39,6 +40,8 @@ from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import census
 from tp_ext.model.fqn import StateDict
 from tp_ext.model.stages import Stages, joined
+
+_WRITE_AHEAD = 8 << 20  # bytes that are left to the disk at a time
 
 
 # [Note: checkpoints are directories of torch.distributed.checkpoint]
@@ -227,8 +230,8 @@ def _write(
         with open(staging / METADATA, "xb") as file:
             file.write(with_checksum(plan.metadata(written, files)))
         (staging / EXTRA).write_bytes(extra)
-        for name in (METADATA, EXTRA):
-            sync_to_disk(staging / name)
+        # Before the directory is moved: one whose files or names are lost must not be in place
+        sync_to_disk(staging / METADATA, staging / EXTRA, staging)
         # Those of other hosts, too: nothing that is not whole is put in place
         _check_complete(staging, ends)
         # Last: a rival may have taken over the lock of an owner that was silent for too long
@@ -247,11 +250,15 @@ def _write_entries(path: Path, contents: Payload) -> list[Written]:
     """Writes the entries of this rank to a new file, which is on disk on return, and forgets each."""
     written = []
     with open(path, "xb", buffering=1 << 20) as file:
-        writer = EntryWriter(file)
+        writer, started = EntryWriter(file), 0
         for index, entry in enumerate(contents):
             written.append(writer.write(entry))
             # The copies of an asynchronous save need not all stay in memory until the end
             contents[index] = b""
+            # The disk writes while the next entries are copied, and has less to do when the fsync comes
+            if writer.end - started >= _WRITE_AHEAD:
+                start_writing(file.fileno(), started, writer.end - started)
+                started = writer.end
         del entry
         # On disk before the directory is moved into place: after a power failure it must not hold empty files
         file.flush()

@@ -91,8 +91,8 @@ def _flattened(state: StateDict) -> tuple[StateDict, dict[str, KeyPath]]:
     paths: dict[str, KeyPath] = {}
     for section, entries in state.items():
         for name, value in entries.items():
-            # Nested values are rare, and get the keys of torch
-            if not isinstance(value, _LEAVES) and isinstance(value, list | tuple | Mapping):
+            # Nested values are rare, and get the keys of torch; tuples of numbers, such as betas, are no nested ones
+            if not isinstance(value, _LEAVES) and isinstance(value, list | tuple | Mapping) and not _is_flat(value):
                 more, more_paths = flatten_state_dict({section: {name: value}})
                 flat |= more
                 paths |= more_paths
@@ -100,6 +100,10 @@ def _flattened(state: StateDict) -> tuple[StateDict, dict[str, KeyPath]]:
                 key = f"{section}.{name}"
                 flat[key], paths[key] = value, (section, name)
     return flat, paths
+
+
+def _is_flat(value: Any) -> bool:
+    return type(value) is tuple and all(type(element) in (float, int) for element in value)
 
 
 def _chunks(value: Tensor) -> Iterable[tuple[Sequence[int], Tensor]]:

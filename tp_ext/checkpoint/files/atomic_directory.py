@@ -11,9 +11,13 @@ import os
 import re
 import secrets
 import shutil
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux, fcntl.h and linux/fs.h
+_SYNC_FILE_RANGE_WRITE = 2  # likewise
+_MAX_THREADS = 16
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST)
 
@@ -42,13 +46,12 @@ def finish_interrupted_swap(target: Path) -> None:
 
 
 def swap_in(staging: Path, target: Path) -> None:
-    """Moves ``staging`` to ``target`` and removes the old directory. The new names are on disk when it returns.
+    """Moves ``staging``, which is on disk, to ``target``, and removes the old directory. The new names are on disk when
+    it returns.
 
     The two are exchanged in one step (``renameat2``) where the file system supports it; else the old one is renamed to
     ``backup_path(target)`` first, and for a moment nothing exists at ``target``.
     """
-    # Before the rename: a directory whose names are lost must not be in place
-    sync_to_disk(staging)
     old = None
     if not _rename_to_free_path(staging, target):
         if _exchange(staging, target):
@@ -78,17 +81,55 @@ def remove_directory(path: Path, target: Path) -> None:
     condemned = _hidden_path(target, "removing")
     with contextlib.suppress(FileNotFoundError):
         path.rename(condemned)
+        with contextlib.suppress(OSError):
+            _at_once(os.unlink, list(condemned.iterdir()))
         # NFS keeps an open file under another name in its directory until it is closed
         shutil.rmtree(condemned, ignore_errors=True)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Waits until the content of the file, or the names in the directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync_to_disk(*paths: Path) -> None:
+    """Waits until the contents of the files, or the names in the directories, are on disk."""
+
+    def sync(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    _at_once(sync, paths)
+
+
+def start_writing(descriptor: int, begin: int, length: int) -> None:
+    """Starts to write a range of a file to the disk, and does not wait; without effect where the system cannot."""
+    if start := getattr(ctypes.CDLL(None), "sync_file_range", None):
+        start(descriptor, ctypes.c_int64(begin), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+
+
+def _at_once(act: Callable[[Path], object], paths: Sequence[Path]) -> None:
+    """Calls ``act`` for each path, in threads: a disk serves calls that wait together in little more than the time of
+    one. Raises the first error of any.
+
+    Plain threads: a pool takes no work while the interpreter waits for the last asynchronous save to end.
+    """
+    errors: list[OSError] = []
+
+    def work(mine: Sequence[Path]) -> None:
+        for path in mine:
+            try:
+                act(path)
+            except OSError as error:
+                errors.append(error)
+
+    count = min(len(paths), _MAX_THREADS)
+    threads = [threading.Thread(target=work, args=(paths[i::count],)) for i in range(1, count)]
+    for thread in threads:
+        thread.start()
+    work(paths[::count] if count else ())
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _hidden_path(target: Path, purpose: str) -> Path:

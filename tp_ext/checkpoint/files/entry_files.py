@@ -71,20 +71,24 @@ def _key(value: Any) -> tuple[Any, ...] | None:
 
 
 class EntryWriter:
-    """Writes entries to a data file, each as ``torch.save`` would."""
+    """Writes entries to a data file, each as ``torch.save`` would.
+
+    Attributes:
+        end: the bytes of the file so far.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file, self.end = file, file.tell()
         self._values: dict[bytes, Written] = {}
         self._templates: dict[tuple[torch.dtype, torch.Size], _Template | bytes | None] = {}
 
     def write(self, entry: Tensor | bytes) -> Written:
         """Writes a tensor, of any device, or the bytes of a value: those of a small one only once."""
-        begin = self._file.tell()
+        begin = self.end
         if isinstance(entry, bytes):
             if (written := self._values.get(entry)) is not None:
                 return written
-            self._file.write(entry)
+            self._append(entry)
             place = Written(begin, len(entry))
             if len(entry) <= _LARGEST_SHARED:
                 self._values[entry] = place
@@ -92,14 +96,12 @@ class EntryWriter:
         # Tensors of a synchronous save are live, and may be on a GPU
         tensor = entry.detach().cpu()
         if not _is_plain(tensor):
-            torch.save(tensor, self._file)
-            return Written(begin, self._file.tell() - begin)
-        tensor = tensor.contiguous()
-        if tensor.nbytes > _LARGEST_COPIED:
-            torch.save(_with_own_storage(tensor), self._file)
+            self._save(tensor)
+        elif (tensor := tensor.contiguous()).nbytes > _LARGEST_COPIED:
+            self._save(_with_own_storage(tensor))
         else:
             self._write_small(tensor)
-        return Written(begin, self._file.tell() - begin)
+        return Written(begin, self.end - begin)
 
     def _write_small(self, tensor: Tensor) -> None:
         key = tensor.dtype, tensor.shape
@@ -108,12 +110,20 @@ class EntryWriter:
         if isinstance(template, bytes) and template:
             template = self._templates[key] = _template(template, tensor.nbytes)
         if isinstance(template, _Template):
-            self._file.writelines(template.filled(_bytes_of(tensor)))
+            self._append(*template.filled(_bytes_of(tensor)))
             return
         content = saved_value(_with_own_storage(tensor))
         # Not over None, which says that this torch writes another form
         self._templates.setdefault(key, content)
-        self._file.write(content)
+        self._append(content)
+
+    def _append(self, *parts: bytes) -> None:
+        self._file.writelines(parts)
+        self.end += sum(map(len, parts))
+
+    def _save(self, tensor: Tensor) -> None:
+        torch.save(tensor, self._file)
+        self.end = self._file.tell()
 
 
 class _FileRange(io.RawIOBase):
