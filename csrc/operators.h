@@ -74,8 +74,8 @@ Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                        const OptionalTensor& mask, const OptionalTensor& padding,
                        at::IntArrayRef kv_heads, bool causal, std::optional<double> scale,
                        std::optional<int64_t> window, std::optional<double> softcap);
-Tensor query_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                       std::optional<double> scale);
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale,
+                 bool causal);
 Tensor float8_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                             const std::string& group, bool sequence_parallel, Sizes sizes,
                             bool by_row, at::ScalarType forward, at::ScalarType gradient,

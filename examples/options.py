@@ -29,7 +29,7 @@ FIXED = [
         "top_k",
         "shared_experts",
     ),
-    *("dtype", "optimizer", "seed", "tp_invariant"),
+    *("dtype", "param_dtype", "optimizer", "seed", "tp_invariant"),
 ]
 
 
@@ -95,6 +95,8 @@ def parse_options(description: str) -> argparse.Namespace:
     model.add_argument("--tp-invariant", type=COUNT, nargs="?", const=8, default=0, metavar="BLOCKS", help=invariant)
     dtypes = ("float32", "bfloat16", "float64")
     model.add_argument("--dtype", choices=dtypes, default="float32", help="bfloat16: autocast over fp32 parameters")
+    pure = "of parameters and optimizer states; bfloat16: no autocast; None: float64 with --dtype float64, else float32"
+    model.add_argument("--param-dtype", choices=("float32", "bfloat16"), help=pure)
     eight = "linears multiply in 8-bit floating point, a scale per tensor or per row; not with float64"
     model.add_argument("--float8", choices=("tensor", "row"), help=eight)
 
@@ -152,6 +154,10 @@ def parse_options(description: str) -> argparse.Namespace:
         parser.error("argument --overwrite: must not be given with --resume")
     if options.float8 and (options.dtype == "float64" or options.tp_invariant):
         parser.error(f"argument --float8: {options.float8} must not be given with --dtype float64 or --tp-invariant")
+    if options.param_dtype == "bfloat16" and options.dtype != "bfloat16":
+        parser.error(f"argument --param-dtype: bfloat16 must not be given with --dtype {options.dtype}")
+    if options.param_dtype == "float32" and options.dtype == "float64":
+        parser.error("argument --param-dtype: float32 must not be given with --dtype float64")
     if options.optimizer == "muon" and options.zero == 1:
         parser.error("argument --zero: 1 must not be given with --optimizer muon; take 0, 2 or 3")
     if missing := [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]:

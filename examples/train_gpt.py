@@ -45,7 +45,13 @@ import tp_ext
 from tp_ext import planner
 from tp_ext.parallel import ParallelRun
 
-AUTOCAST = {"bfloat16": torch.bfloat16}
+
+def param_dtype(options: argparse.Namespace) -> torch.dtype:
+    return getattr(torch, options.param_dtype or ("float64" if options.dtype == "float64" else "float32"))
+
+
+def autocast_dtype(options: argparse.Namespace) -> torch.dtype | None:
+    return torch.bfloat16 if options.dtype == "bfloat16" and param_dtype(options) == torch.float32 else None
 
 
 class StopSignals:
@@ -116,7 +122,7 @@ class Trainer:
             offload=options.offload,
             recompute=options.recompute,
             compile=options.compile,
-            autocast=AUTOCAST.get(options.dtype),
+            autocast=autocast_dtype(options),
             seed=options.seed,
         )
         self.optimizer = self._make_optimizer(options, device)
@@ -191,7 +197,7 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
     tp_ext.debug.assert_replicated(train_text, group=dist.group.WORLD)  # hosts that read different files are found here
 
     mesh = tp_ext.init_mesh(device.type, **{name: getattr(options, name) for name in MESH})
-    torch.set_default_dtype(torch.float64 if options.dtype == "float64" else torch.float32)
+    torch.set_default_dtype(param_dtype(options))
     trainer = Trainer(options, mesh, device)
     run, optimizer = trainer.run, trainer.optimizer
 
@@ -299,7 +305,7 @@ def report(log: RunLog, options: argparse.Namespace, mesh: DeviceMesh, device: t
         tp_ext.load_checkpoint(options.out / "checkpoint", model)
         tp_ext.manual_seed(options.seed)
         prompt = torch.tensor([list(options.prompt.encode())], device=device)
-        precision = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
+        precision = torch.autocast(device.type, torch.bfloat16, enabled=autocast_dtype(options) is not None)
         with precision:
             sample = bytes(model.generate(prompt, options.sample_bytes)[0].tolist()).decode("utf-8", "replace")
     log.print(f"{log.summary()}; checkpoint and plot in {options.out}/" if log.rank == 0 else "")

@@ -4,6 +4,9 @@
 dropout. The peers' model is the same in plain torch (plain_gpt.py), from the same weights on the same batches; "dense"
 is that model in one process while the ranks wait, "ours, 1 thread" our model there. Every loss of every case must equal
 dense's within 1e-4, otherwise nothing is reported. "pinned" and "memory" as in bench_mlp.py.
+
+``--bf16`` compares fp32, autocast to bf16 over fp32 parameters, and parameters in bf16, of our model and of plain
+torch, at three widths; losses within 0.1 of those of plain torch in fp32.
 """
 
 import argparse
@@ -30,6 +33,8 @@ from benchmarks.peers.plain_gpt import PlainGPT
 RANKS = 2
 PEERS = {"megatron-core": peers.WithMegatron, "DTensor": peers.WithDTensor}
 TOLERANCE = 1e-4  # of the loss, in fp32 from equal weights: measured 1e-5 over some tens of steps
+BF16_TOLERANCE = 0.1  # measured 0.06: a loss of 4 in bf16 is rounded to 0.016
+PRECISIONS = ("fp32", "autocast", "bf16")
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,19 @@ class Sizes:
 class Training:
     """``training()`` does one step and keeps its loss."""
 
-    def __init__(self, model: torch.nn.Module, sizes: Sizes, around: Callable[[], Any]) -> None:
+    def __init__(self, model: torch.nn.Module, sizes: Sizes, around: Callable[[], Any], precision: str) -> None:
         self.model, self.around, self.losses = model, around, list[float]()
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
+        if precision == "bf16":
+            model.bfloat16()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.data = Namespace(seed=0, seq_length=sizes.seq, batch_size=sizes.batch)
 
     def __call__(self) -> None:
         batch = batch_of(text(), len(self.losses), self.data, torch.device("cpu"))
         with self.around():
-            loss = self.model.loss(*batch)
+            with self.autocast:
+                loss = self.model.loss(*batch)
             self.optimizer.zero_grad()
             loss.backward()
         self.optimizer.step()
@@ -84,27 +93,27 @@ def plain_model(sizes: Sizes, peer: peers.Plain) -> PlainGPT:
 
 
 @functools.cache
-def training(name: str, backend: str, sizes: Sizes, threads: int = 1) -> Training:
+def training(name: str, backend: str, sizes: Sizes, threads: int = 1, precision: str = "fp32") -> Training:
     """The training of a case, on a rank, or with backend "" in this process."""
     group = interleave.group_on(backend) if backend else None
     if name == "ours":
-        return Training(our_model(sizes, group), sizes, contextlib.nullcontext)
+        return Training(our_model(sizes, group), sizes, contextlib.nullcontext, precision)
     peer = PEERS[name](group) if name in PEERS else peers.Plain()
-    return Training(plain_model(sizes, peer), sizes, peer.training)
+    return Training(plain_model(sizes, peer), sizes, peer.training, precision)
 
 
 def losses_on_rank(_: Any, *case: Any) -> list[float]:
     return training(*case).losses
 
 
-def check(cases: dict[str, tuple], want: list[float]) -> dict[str, float]:
+def check(cases: dict[str, tuple], want: list[float], tolerance: float = TOLERANCE) -> dict[str, float]:
     """The largest difference of each case's losses, on any rank, from ``want``; raises if one is too large."""
     found = {}
     for name, case in cases.items():
         each = ranks.run(losses_on_rank, RANKS, *case) if case[1] else [training(*case).losses]
         assert all(len(losses) == len(want) for losses in each), f"{name}: another number of steps"
         found[name] = max(abs(a - b) for losses in each for a, b in zip(losses, want, strict=True))
-        assert found[name] <= TOLERANCE, f"{name}: losses {each} differ by {found[name]:.1e} from dense's {want}"
+        assert found[name] <= tolerance, f"{name}: losses {each} differ by {found[name]:.1e} from dense's {want}"
     return found
 
 
@@ -153,6 +162,40 @@ def measure(sizes: Sizes, way: tuple[bool, bool], rounds: int, steps: int) -> li
     ]
 
 
+def measure_precisions(sizes: Sizes, rounds: int, steps: int) -> list[Record]:
+    cores = interleave.cores()
+    interleave.pin_ranks(RANKS, cores, False)
+    interleave.keep_memory(RANKS, True)
+    models = {"dense, 1 thread": ("dense", ""), "ours, 1 thread": ("ours", ""), "ours, tp_shm": ("ours", "tp_shm")}
+    cases = {
+        f"{name}, {precision}": (*model, sizes, 1, precision)
+        for name, model in models.items()
+        for precision in PRECISIONS
+    }
+    blocks = {
+        name: interleave.on_ranks(RANKS, training, *case) if case[1] else interleave.here(training(*case), 1, cores[:1])
+        for name, case in cases.items()
+    }
+    for block in blocks.values():
+        block(1)
+    times = interleave.take(blocks, 0, turns=rounds, count=steps)
+    apart = check(cases, training(*cases["dense, 1 thread, fp32"]).losses, BF16_TOLERANCE)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        {
+            "hidden": sizes.hidden,
+            "case": name,
+            "tokens_per_s": sizes.seq * sizes.batch / medians[f"{name}, {precision}"],
+            "precision": precision,
+            "to_fp32": medians[f"{name}, fp32"] / medians[f"{name}, {precision}"],
+            "to_dense": medians[f"dense, 1 thread, {precision}"] / medians[f"{name}, {precision}"],
+            "loss_difference": f"{apart[f'{name}, {precision}']:.1e}",
+        }
+        for name in models
+        for precision in PRECISIONS
+    ]
+
+
 def draw(figure: Any, records: list[Record]) -> None:
     panels: dict[str, dict[str, Any]] = {}
     for r in records:
@@ -165,7 +208,13 @@ def draw(figure: Any, records: list[Record]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     report.add_options(parser)
+    parser.add_argument("--bf16", action="store_true", help="compare precisions, prints a table alone")
     args = parser.parse_args()
+    if args.bf16:
+        print(", ".join(f"{key} {value}" for key, value in report.stamp("cpu").items()))
+        for sizes in (Sizes(hidden=192, ffn=512, heads=3), Sizes(), Sizes(hidden=512, ffn=2048, heads=8)):
+            report.print_table(measure_precisions(sizes, 5, 1))
+        return
     sizes = Sizes(layers=1, hidden=32, heads=2, ffn=64, seq=32, batch=2) if args.quick else Sizes()
     rounds, steps = (1, 1) if args.quick else (12, 3) if args.full else (4, 2)
     run_stamp = report.stamp("cpu", "megatron-core")

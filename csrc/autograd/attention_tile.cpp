@@ -28,12 +28,11 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-Operands accumulating(const Operands& operands) {
-  const auto dtype = sum_dtype(operands.q);
+enum class Kernel { flash_cpu, flash, efficient, formula };
+
+Operands to(const Operands& operands, at::ScalarType dtype) {
   return {operands.q.to(dtype), operands.k.to(dtype), operands.v.to(dtype)};
 }
-
-enum class Kernel { flash_cpu, flash, efficient, formula };
 
 // The same choice in forward and backward: it depends on device, dtype and head_dim
 Kernel kernel_of(const Tensor& q, const TileOptions& options) {
@@ -210,13 +209,21 @@ TileOptions formula_options(const Tile& tile, TileOptions options) {
 
 }  // namespace
 
+bool computed_in_fp32(const Tensor& q, const Tensor& k) {
+  return q.is_cpu() && at::isReducedFloatingType(q.scalar_type()) && k.sym_size(2) <= 512;
+}
+
 Attended tile_forward(const Operands& operands, const Tile& tile, const TileOptions& options,
                       int64_t length, const Tensor& seed) {
   const auto& [q, k, v] = operands;
+  if (!options.is_explicit() && computed_in_fp32(q, k)) {
+    const auto [out, lse] = tile_forward(to(operands, at::kFloat), tile, options, length, seed);
+    return {out.to(q.scalar_type()), lse};
+  }
   const auto kernel = kernel_of(q, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula)
-    return formula_forward(accumulating(operands), tile, formula_options(tile, options), length,
+    return formula_forward(to(operands, sum_dtype(q)), tile, formula_options(tile, options), length,
                            seed);
   if (kernel == Kernel::flash || heads == kv_heads)  // it knows grouped heads
     return fused_forward(kernel, q, k, v, tile.diagonal, options.scale);
@@ -230,11 +237,14 @@ Operands tile_backward(const Tensor& dout, const Operands& operands, const Atten
                        const Tile& tile, const TileOptions& options, int64_t length,
                        const Tensor& seed) {
   const auto& [q, k, v] = operands;
+  if (!options.is_explicit() && computed_in_fp32(q, k))
+    return tile_backward(dout.to(at::kFloat), to(operands, at::kFloat),
+                         {result.out.to(at::kFloat), result.lse}, tile, options, length, seed);
   const auto kernel = kernel_of(q, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
     const auto dtype = sum_dtype(q);
-    return formula_backward(dout.to(dtype), accumulating(operands),
+    return formula_backward(dout.to(dtype), to(operands, sum_dtype(q)),
                             {result.out.to(dtype), result.lse}, tile,
                             formula_options(tile, options), length, seed);
   }

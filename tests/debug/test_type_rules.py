@@ -163,7 +163,7 @@ CASES = [
     ),
     *(
         Case(
-            "query_attention",
+            "attention",
             {"q": _x(2, 2, 3, 16), "k": _x(2, 2, 5, 16), "v": _x(2, 2, 5, 32)},
             dict.fromkeys("qkv", S(dim)),
         )

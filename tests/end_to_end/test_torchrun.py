@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import train_gpt
 from gpt import GPT, GPTConfig
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.helpers import ranks, torchrun
 from tests.helpers.example_training import SMALL, held_out_losses, train, train_on_rank, write_text
@@ -69,6 +70,18 @@ def test_float8_trains_alike_on_one_rank_and_two(text, tmp_path):
     parts = train(2, tmp_path / "parts", "--float8", "row", "--sequence-parallel", *options)
     assert parts == pytest.approx(whole, rel=1e-4)
     assert whole != plain and whole == pytest.approx(plain, rel=1e-2)
+
+
+def test_bf16_trains_near_fp32(text, tmp_path):
+    """Autocast over fp32 parameters, and parameters of bf16."""
+    options = ["--data", str(text), "--steps", "4", "--batch-size", "4", "--save-every", "0", "--sample-bytes", "2"]
+    exact = train(1, tmp_path / "fp32", *options)
+    options += ["--dtype", "bfloat16", "--sequence-parallel"]
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        losses = train(2, tmp_path / name, "--param-dtype", name, *options)
+        assert losses != exact and losses == pytest.approx(exact, rel=1e-2)
+        metadata = FileSystemReader(tmp_path / name / "checkpoint").read_metadata().state_dict_metadata
+        assert metadata["model.blocks.0.mlp.up.weight"].properties.dtype == dtype
 
 
 @pytest.mark.exhaustive  # by default tests/end_to_end/test_training_experts.py, with experts
@@ -130,6 +143,7 @@ def test_output_files_lines_and_sample(p, cold, text, tmp_path):
             "--pp: --pp 1 --dp 1 --ep 1 --cp 1 --tp 2 must multiply to the 1 ranks of this run",
         ),
         (["--dp", "-1"], "--tp: only one of --pp 1 --dp -1 --ep 1 --cp 1 --tp -1 may be -1"),
+        (["--param-dtype", "bfloat16"], "--param-dtype: bfloat16 must not be given with --dtype float32"),
         (["--optimizer", "muon", "--zero", "1"], "--zero: 1 must not be given with --optimizer muon; take 0, 2 or 3"),
         (["--experts", "2", "--top-k", "3"], "--top-k: 3 must be at most --experts = 2"),
         (["--shared-experts", "1"], "--shared-experts: 1 must be 0 without --experts"),

@@ -34,7 +34,7 @@ from tp_ext._ops.compressed_blocks import (
     decompress_blocks_,
     sum_compressed_blocks_,
 )
-from tp_ext._ops.context import context_attention, query_attention
+from tp_ext._ops.context import attention, context_attention
 from tp_ext._ops.float8 import (
     finite_amax,
     float8_column_linear,

@@ -1,5 +1,4 @@
-"""Attention over a context group, and of a step of decoding. C++: csrc/autograd/context_attention.cpp,
-query_attention.cpp."""
+"""Attention over a context group, and of one process. C++: csrc/autograd/context_attention.cpp, attention.cpp."""
 
 from collections.abc import Sequence
 
@@ -43,13 +42,15 @@ def context_attention(
 
 
 @operator
-def query_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Returns ``softmax(scale q k^T) v``: each row of q attends to all keys.
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False) -> Tensor:
+    """Returns ``softmax(scale q k^T) v``: each row of q attends to all keys, or if ``causal`` to those up to its own.
 
-    On the CPU, for at most 8 rows of fp32, fp64 or bf16 where nothing is recorded, by a kernel that reads keys and
-    values once; else by ``scaled_dot_product_attention``.
+    By ``scaled_dot_product_attention``, except on the CPU where another kernel is faster: for at most 8 rows of fp32,
+    fp64 or bf16 where nothing is recorded one that reads keys and values once, and for half types with at most 512 keys
+    torch's of fp32, whose result is rounded.
 
     Args:
-        q: ``[batch, heads, rows, width]``; k: ``[batch, heads, keys, width]``; v: ``[batch, heads, keys, v_width]``.
+        q: ``[batch, heads, rows, width]``; k: ``[batch, kv_heads, keys, width]``; v: ``[batch, kv_heads, keys,
+            v_width]``. A KV head serves ``heads / kv_heads`` heads.
         scale: default ``width ** -0.5``.
     """

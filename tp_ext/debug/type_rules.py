@@ -311,7 +311,7 @@ def context_attention(*, q: Tensor, k: Tensor, v: Tensor, seeds: Tensor | None, 
 
 
 @rule
-def query_attention(*, q: Tensor, k: Tensor, v: Tensor) -> Typed:
+def attention(*, q: Tensor, k: Tensor, v: Tensor) -> Typed:
     return rules.einsum("bhnd,bhmd,bhme->bhne", *alike(q, k, v))
 
 

@@ -87,7 +87,7 @@ def test_few_queries(shape, dtype):
     batch, heads, rows, keys, width, v_width = shape
     q = torch.randn(batch, heads, rows, width, dtype=torch.float64).to(dtype)
     k, v = (_cached((batch, heads, keys, n), dtype) for n in (width, v_width))
-    got = _ops.query_attention(q, k, v, 0.2)
+    got = _ops.attention(q, k, v, 0.2)
     q64, k64, v64 = (t.double() for t in (q, k, v))
     exact = F.scaled_dot_product_attention(q64, k64, v64, scale=0.2)
     assert got.dtype == dtype and got.shape == exact.shape
@@ -95,34 +95,54 @@ def test_few_queries(shape, dtype):
     terms = 0.2 * (q64.abs() @ k64.abs().mT).max()
     bound = torch.finfo(dtype).eps * exact.abs().max() + 4 * summed * terms * v64.abs().max()
     assert (got - exact).abs().max() <= bound
-    assert torch.equal(_ops.query_attention(q, k, v, 0.2), got)
+    assert torch.equal(_ops.attention(q, k, v, 0.2), got)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    assert torch.equal(_ops.query_attention(q, k, v, 0.2), got)
+    assert torch.equal(_ops.attention(q, k, v, 0.2), got)
     torch.set_num_threads(threads)
 
 
 def test_other_queries_are_torchs():
-    """Exactly: many rows, odd widths, fp16, gradients, autocast, compiled code."""
+    """Exactly: many rows, odd widths, gradients, autocast, compiled code."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
     few = q[:, :, :3]
     narrow = few[..., :15], k[..., :15], v
-    for args in ((q, k, v), narrow, (few.half(), k.half(), v.half())):
-        assert torch.equal(_ops.query_attention(*args), F.scaled_dot_product_attention(*args))
+    for args in ((q, k, v), narrow):
+        assert torch.equal(_ops.attention(*args), F.scaled_dot_product_attention(*args))
     leaves = [t.clone().requires_grad_() for t in (few, k, v)]
     grads = [
-        torch.autograd.grad(f(*leaves).square().sum(), leaves)
-        for f in (_ops.query_attention, F.scaled_dot_product_attention)
+        torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (_ops.attention, F.scaled_dot_product_attention)
     ]
     assert all(map(torch.equal, *grads))
     with torch.autocast("cpu", torch.bfloat16):
-        assert _ops.query_attention(few, k, v).dtype == torch.bfloat16
-    compiled = torch.compile(_ops.query_attention, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(few, k, v), _ops.query_attention(few, k, v))
-    mapped = torch.vmap(_ops.query_attention)(few[None], k[None], v[None])[0]
-    torch.testing.assert_close(mapped, _ops.query_attention(few, k, v))
+        assert _ops.attention(few, k, v).dtype == torch.bfloat16
+    compiled = torch.compile(_ops.attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(few, k, v), _ops.attention(few, k, v))
+    mapped = torch.vmap(_ops.attention)(few[None], k[None], v[None])[0]
+    torch.testing.assert_close(mapped, _ops.attention(few, k, v))
     with pytest.raises(ValueError, match="k: shape"):
-        _ops.query_attention(few, k[:, :1], v[:, :1])
+        _ops.attention(few, k[:, :1], v[:, :1])
     with pytest.raises(ValueError, match="four dims"):
-        _ops.query_attention(few[0], k[0], v[0])
+        _ops.attention(few[0], k[0], v[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("keys", "within", "causal", "kv_heads"),
+    [(512, torch.float32, True, 2), (512, torch.float32, False, 4), (513, None, True, 4)],
+)
+def test_half_types_on_the_cpu(keys, within, causal, kv_heads, dtype):
+    """Exactly torch's kernels of fp32 up to 512 keys, result and gradients rounded once; beyond them its own."""
+    torch.manual_seed(0)
+    q, g = (torch.randn(1, 4, keys, 16, dtype=dtype) for _ in range(2))
+    leaves = [t.requires_grad_() for t in (q, *torch.randn(2, 1, kv_heads, keys, 16, dtype=dtype))]
+    got = _ops.attention(*leaves, 0.2, causal)
+    grads = torch.autograd.grad(got, leaves, g)
+    wide = [t.detach().to(within or dtype).repeat_interleave(4 // t.shape[1], 1) for t in leaves]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, causal, scale=0.2)
+    assert torch.equal(got, out.to(dtype))
+    out, g = (t.to(dtype).to(within or dtype) for t in (out, g))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for ours, each in zip(grads, backward(g, *wide, out, lse, 0.0, causal, scale=0.2), strict=True):
+        assert torch.equal(ours, each.unflatten(1, (ours.shape[1], -1)).sum(2).to(dtype))

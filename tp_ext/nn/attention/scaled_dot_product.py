@@ -98,6 +98,8 @@ def attention(
     explicit = softcap is not None or drop is not None
     # torch's flash kernels take no mask: causal is given as a flag wherever there is nothing else
     if not explicit and mask is None and window is None:
+        if not dropout:
+            return _ops.attention(q, k, v, scale, causal)
         return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale, enable_gqa=gqa)
     if explicit:
         attend = partial(
@@ -214,7 +216,7 @@ def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     elif mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, share, 1)
     if mask is None:
-        y = _ops.query_attention(rows, k, v, scale)
+        y = _ops.attention(rows, k, v, scale)
     else:
         y = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
     return y.reshape(batch, heads, n, v.shape[3])

@@ -1,0 +1,92 @@
+// Attention without a mask: y = softmax(scale q k^T) v, over the keys up to each query's own if
+// causal. torch's, but on the CPU where a kernel of ours or another of torch's is faster:
+//
+//   few queries, nothing recorded, as in decoding   query_attention.h
+//   half types, few keys                            torch's of fp32 (attention_tile.h)
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+
+#include <cmath>
+
+#include "autograd/attention_tile.h"
+#include "autograd/function.h"
+#include "check.h"
+#include "operators.h"
+#include "query_attention.h"
+
+namespace tp_ext {
+namespace {
+
+Tile whole(const Tensor& q, const Tensor& k, bool causal) {
+  Tile tile{};
+  tile.queries = q.size(2), tile.keys = k.size(2), tile.diagonal = causal;
+  return tile;
+}
+
+// Saves what torch's Function saves, in the half type
+struct HalfAttention : Function<HalfAttention> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                        double scale, bool causal) {
+    const Unrecorded unrecorded(q);
+    TileOptions options;
+    options.scale = scale;
+    const auto [out, lse] = tile_forward({q, k, v}, whole(q, k, causal), options, 0, Tensor());
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["causal"] = causal;
+    ctx->save_for_backward({q, k, v, out, lse});
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    refuse_double_backward("attention", grads);
+    if (!grads[0].defined()) return gradients();
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    TileOptions options;
+    options.scale = ctx->saved_data["scale"].toDouble();
+    const auto tile = whole(q, k, ctx->saved_data["causal"].toBool());
+    const auto [dq, dk, dv] =
+        tile_backward(grads[0], {q, k, v}, {saved[3], saved[4]}, tile, options, 0, Tensor());
+    const auto dtype = q.scalar_type();
+    return gradients({dq.to(dtype), dk.to(dtype), dv.to(dtype)});
+  }
+};
+
+// Shapes as of torch's fused kernels; torch's function says what is wrong with others
+bool in_fp32(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  return computed_in_fp32(q, k) && k.scalar_type() == q.scalar_type() &&
+         v.scalar_type() == q.scalar_type() && k.is_cpu() && v.sizes() == k.sizes() &&
+         k.size(0) == q.size(0) && k.size(3) == q.size(3) && q.numel() > 0 && k.numel() > 0 &&
+         q.size(1) % k.size(1) == 0 && (!causal || q.size(2) == k.size(2));
+}
+
+}  // namespace
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale,
+                 bool causal) {
+  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v: shapes ", q.sym_sizes(),
+                    ", ", k.sym_sizes(), ", ", v.sym_sizes(),
+                    " must be of four dims: batch, heads, tokens, features");
+  const bool plain = !comm::traced(q) && !at::areAnyTensorSubclassLike({q, k, v}) && q.is_cpu();
+  const auto factor = [&] { return scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3)))); };
+  // Under autocast torch's function casts
+  const bool recorded = needs_graph(q) || needs_graph(k) || needs_graph(v) ||
+                        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
+  if (plain && !causal && !recorded && few_queries(q, k, v)) {
+    TORCH_CHECK_VALUE(k.size(0) == q.size(0) && k.size(1) == q.size(1), "k: shape ", k.sizes(),
+                      " must begin as that of q, ", q.sizes());
+    TORCH_CHECK_VALUE(v.sizes().slice(0, 3) == k.sizes().slice(0, 3), "v: shape ", v.sizes(),
+                      " must begin as that of k, ", k.sizes());
+    return query_attention_cpu(q, k, v, factor());
+  }
+  if (plain && in_fp32(q, k, v, causal)) return HalfAttention::apply(q, k, v, factor(), causal);
+  const bool grouped = q.sym_size(1) != k.sym_size(1);
+  return at::scaled_dot_product_attention(q, k, v, std::nullopt, 0.0, causal, scale, grouped);
+}
+
+TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+  impl_composite<attention>(m, "attention");
+}
+
+}  // namespace tp_ext
