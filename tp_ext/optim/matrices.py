@@ -38,7 +38,8 @@ class Chunk(NamedTuple):
     def view(self, tensor: Tensor, origin: Sequence[int]) -> Tensor:
         """Returns the chunk of a tensor whose first element has the index ``origin`` in the full tensor."""
         for dim, (start, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            tensor = tensor.narrow(dim, start - origin[dim], size)
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start - origin[dim], size)
         return tensor
 
 

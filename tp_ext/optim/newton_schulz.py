@@ -27,7 +27,7 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) ->
 
 
 def orthogonalized(update: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
-    """Returns the orthogonalized matrix, in its dtype; overwrites ``update``.
+    """Returns the orthogonalized matrix, in its dtype.
 
     The operators and their order are those of ``torch.optim.Muon``, so that of equal matrices in bfloat16 the bits are
     the same.
@@ -36,7 +36,7 @@ def orthogonalized(update: Tensor, coefficients: Coefficients, steps: int, eps: 
     tall = update.shape[0] > update.shape[1]
     # The Gram matrix is then that of the short side: fewer products for the same result
     x = update.T if tall else update
-    x.div_(x.norm().clamp(min=eps))
+    x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)

@@ -309,6 +309,9 @@ class MatrixBucket:
             if sent.chunk is None:
                 assembled[sent.matrix] = assembled[sent.matrix] + tensor if sent.matrix in assembled else tensor
                 continue
+            if sent.chunk == task.matrix.chunk:
+                assembled[sent.matrix] = tensor
+                continue
             if sent.matrix not in assembled:
                 assembled[sent.matrix] = torch.empty(
                     task.matrix.chunk.sizes, dtype=self.options.dtype, device=self.options.device
