@@ -87,6 +87,7 @@ def warn_if_a_gpu_is_left_out() -> None:
 FILES_PER_UNIT = 7
 # Files of csrc/cpu of which most is loops, and those that include few headers of torch, as all of shm/core
 COMPILED_ALONE = "bias_act", "few_rows_gemm", "gated_act", "half_convert", "norm", "philox_words", "random_fill"
+LONGEST, LONGEST_UNIT = "csrc/cpu/norm.cpp", "norm"
 
 
 def write_units(sources: list[str]) -> list[str]:
@@ -99,8 +100,11 @@ def write_units(sources: list[str]) -> list[str]:
             units.append(file)
         else:
             folders.setdefault((file.split("/")[1], Path(file).suffix), []).append(file)
+    # Files are compiled in the order of their paths: the longest, last of all, would leave the other cores idle
+    units.remove(LONGEST)
+    folders[LONGEST_UNIT, ".cpp"] = [LONGEST]
     for (folder, suffix), files in folders.items():
-        if len(files) == 1:
+        if len(files) == 1 and folder != LONGEST_UNIT:
             units += files
             continue
         count = -(-len(files) // FILES_PER_UNIT)

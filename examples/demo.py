@@ -43,7 +43,7 @@ def train(run: Run, out: Path, steps: int) -> list[float]:
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
     script = [str(HERE / "train_gpt.py"), "--steps", str(steps), "--out", str(out / run.folder)]
-    script += ["--dtype", "float64", "--overwrite", *run.options.split()]
+    script += ["--dtype", "float64", "--batch-size", "8", "--overwrite", *run.options.split()]
     script += ["--timeline"] if "timeline" in run.title else []
     print(f"\n=== {run.title}", flush=True)
     subprocess.run(launch + script, env=environment, check=True)
