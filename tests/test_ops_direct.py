@@ -26,6 +26,7 @@ def arguments(name):
         "rms_norm_residual": (x, x.detach() + 1, row, 1e-5),
         "layer_norm_residual": (x, x.detach() + 1, row, row, 1e-5),
         "all_reduce_rms_norm": (x, x.detach() + 1, row, 1e-5, ""),
+        "attention": (x.view(1, 1, 3, 4), w.view(1, 1, 5, 4), w.view(1, 1, 5, 4), None, False),
         "rope": (x.view(3, 1, 4), cos, cos, False, torch.tensor([2, 0, 2])),
         "bias_dropout_residual": (x, row, None, torch.tensor(7), 0.5, 12, 12, 0),
         "moe_permute": (x, torch.tensor([[0], [-1], [2]]), 4, None),

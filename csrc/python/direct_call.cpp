@@ -32,6 +32,7 @@ const std::map<std::string, Make>& table() {
       TP_DIRECT(layer_norm),
       TP_DIRECT(layer_norm_residual),
       TP_DIRECT(rope),
+      TP_DIRECT(attention),
       TP_DIRECT(bias_dropout_residual),
       TP_DIRECT(vocab_parallel_embedding),
       TP_DIRECT(moe_permute),

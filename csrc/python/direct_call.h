@@ -12,6 +12,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -115,6 +116,19 @@ struct Argument<double> {
     return true;
   }
   double pass() const { return held; }
+};
+
+template <>
+struct Argument<std::optional<double>> {
+  std::optional<double> held;
+  bool read(PyObject* object) {
+    if (object == Py_None) return true;
+    Argument<double> number;
+    if (!number.read(object)) return false;
+    held = number.held;
+    return true;
+  }
+  std::optional<double> pass() const { return held; }
 };
 
 template <>

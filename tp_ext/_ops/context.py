@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tp_ext._ops.binding import operator
+from tp_ext._ops.binding import direct_operator, operator
 
 
 @operator
@@ -41,7 +41,7 @@ def context_attention(
     """
 
 
-@operator
+@direct_operator
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False) -> Tensor:
     """Returns ``softmax(scale q k^T) v``: each row of q attends to all keys, or if ``causal`` to those up to its own.
 

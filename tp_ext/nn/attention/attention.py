@@ -232,7 +232,8 @@ class ParallelAttention(SelfAttention):
         if self._kv_heads is not None and cache is None:  # a cache keeps each KV head once
             k, v = self._kv_heads.expanded(k), self._kv_heads.expanded(v)
         if lengths is None:
-            q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
+            if not same:
+                q, k, v = (t.view(batch, seq, t.shape[-2], t.shape[-1]) for t in (q, k, v))
             mask = None if attn_mask is None else self._mask_local(attn_mask, q.dtype)
             if cache is None:
                 attended = self._attend(q, k, v, mask, self._mask_seeds(q, None)[0])
@@ -350,7 +351,8 @@ class ParallelAttention(SelfAttention):
         heads = rows.view(*lead, nq + 2 * nkv, self.head_dim)
         # [Note: q and k are rotated as one tensor]
         together = self.rope is not None and self.q_norm is None  # q and k adjacent: one kernel rotates both
-        *rotating, v = heads.split((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
+        # Not `split`, a function of Python that calls this one
+        *rotating, v = heads.split_with_sizes((nq + nkv, nkv) if together else (nq, nkv, nkv), -2)
         # Before the rotation, as in the models that have such norms
         if self.q_norm is not None and self.k_norm is not None:
             if self._kv_heads is None:
@@ -366,7 +368,7 @@ class ParallelAttention(SelfAttention):
                 v = v.contiguous()  # as a view it would keep the q and k that are rotated here until backward
             cos, sin, positions = tables
             rotating = [_ops.rope(t, cos, sin, self.rope.interleaved, positions) for t in rotating]
-        q, k = rotating[0].split((nq, nkv), -2) if together else rotating
+        q, k = rotating[0].split_with_sizes((nq, nkv), -2) if together else rotating
         return q, k, v
 
     def extra_repr(self) -> str:

@@ -216,7 +216,7 @@ def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     elif mask is not None and mask.shape[2] > 1:
         mask = mask.repeat(1, 1, share, 1)
     if mask is None:
-        y = _ops.attention(rows, k, v, scale)
+        y = _ops.attention(rows, k, v, scale, False)
     else:
         y = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
     return y.reshape(batch, heads, n, v.shape[3])
