@@ -155,8 +155,9 @@ TORCH_LIBRARY(tp_ext, m) {
       "kv_heads, "
       "bool causal, float? scale, int? window, float? softcap) -> Tensor",
       tags);
-  // softmax(scale q k^T) v of [batch, heads, rows, width], for steps of decoding
-  m.def("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False) -> Tensor", tags);
+  // softmax(scale q k^T) v of [batch, heads, rows, width]
+  m.def("attention(Tensor q, Tensor k, Tensor v, float? scale=None, bool causal=False) -> Tensor",
+        tags);
   // The sums of the columns of a matrix, each in the order of its rows; lengths: of the slices of
   // columns whose results must not depend on the others
   m.def("_column_sums(Tensor x, int[] lengths) -> Tensor", tags);

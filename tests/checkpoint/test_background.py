@@ -41,9 +41,9 @@ def save(group, path, model, optimizer, step, **options):
 def _train_on(group, path):
     original, begin = directory._write_entries, threading.Event()
 
-    def slowly(file, contents):
+    def slowly(*args):
         assert begin.wait(30)
-        return original(file, contents)
+        return original(*args)
 
     directory._write_entries = slowly
     try:
@@ -79,10 +79,10 @@ def _destroy(path):
     dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), 2), rank=rank, world_size=2)
     original, reached, destroyed = directory._write_entries, threading.Event(), threading.Event()
 
-    def slowly(file, contents):
+    def slowly(*args):
         reached.set()
         assert destroyed.wait(60)
-        return original(file, contents)
+        return original(*args)
 
     directory._write_entries = slowly
     model, optimizer = build(dist.group.WORLD)
@@ -107,9 +107,9 @@ def test_a_save_does_not_go_on_after_its_group_is_destroyed(tmp_path):
 def _interrupt(path):
     original, begin = directory._write_entries, threading.Event()
 
-    def slowly(file, contents):
+    def slowly(*args):
         assert begin.wait(60)
-        return original(file, contents)
+        return original(*args)
 
     directory._write_entries = slowly
     model, optimizer = build(None)
@@ -186,10 +186,10 @@ def test_over_shared_memory(tmp_path):
 def _fail_once(group, path, failing):
     original = directory._write_entries
 
-    def full(file, contents):
+    def full(*args):
         if group.rank() == failing:
             raise OSError(28, "No space left on device")
-        return original(file, contents)
+        return original(*args)
 
     model, optimizer = build(group)
     directory._write_entries = full
@@ -221,11 +221,11 @@ def ends_soon(path, stderr, full):
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     original = directory._write_entries
 
-    def slowly(file, contents):
+    def slowly(*args):
         time.sleep(0.5)
         if full:
             raise OSError(28, "No space left on device")
-        return original(file, contents)
+        return original(*args)
 
     directory._write_entries = slowly
     model, optimizer = build(None)

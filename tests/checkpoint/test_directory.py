@@ -233,9 +233,9 @@ def test_a_save_does_not_make_its_directory_again(tmp_path, monkeypatch):
     """Where the first rank has died and its leftovers are removed, the others must not leave new ones."""
     original = directory._write_entries
 
-    def removing(file, contents):
+    def removing(file, *args):
         shutil.rmtree(file.parent)
-        return original(file, contents)
+        return original(file, *args)
 
     monkeypatch.setattr(directory, "_write_entries", removing)
     with pytest.raises(OSError, match="could not be written"):

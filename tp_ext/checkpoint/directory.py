@@ -221,7 +221,8 @@ def _write(
 
     def write() -> list[Written]:
         # A rank without entries makes no file, and _check_complete expects none
-        return _write_entries(staging / _data_file(rank), contents) if contents else []
+        # The first rank's file is synced below, together with the others that it writes
+        return _write_entries(staging / _data_file(rank), contents, rank != 0) if contents else []
 
     def finish(written: list[list[Written]]) -> list[None]:
         assert lock is not None and plan is not None
@@ -231,7 +232,9 @@ def _write(
             file.write(with_checksum(plan.metadata(written, files)))
         (staging / EXTRA).write_bytes(extra)
         # Before the directory is moved: one whose files or names are lost must not be in place
-        sync_to_disk(staging / METADATA, staging / EXTRA, staging)
+        sync_to_disk(
+            *(staging / name for name in files[:1] if name in ends), staging / METADATA, staging / EXTRA, staging
+        )
         # Those of other hosts, too: nothing that is not whole is put in place
         _check_complete(staging, ends)
         # Last: a rival may have taken over the lock of an owner that was silent for too long
@@ -246,8 +249,8 @@ def _data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _write_entries(path: Path, contents: Payload) -> list[Written]:
-    """Writes the entries of this rank to a new file, which is on disk on return, and forgets each."""
+def _write_entries(path: Path, contents: Payload, sync: bool) -> list[Written]:
+    """Writes the entries of this rank to a new file, with ``sync`` to the disk, and forgets each."""
     written = []
     with open(path, "xb", buffering=1 << 20) as file:
         writer, started = EntryWriter(file), 0
@@ -260,9 +263,11 @@ def _write_entries(path: Path, contents: Payload) -> list[Written]:
                 start_writing(file.fileno(), started, writer.end - started)
                 started = writer.end
         del entry
-        # On disk before the directory is moved into place: after a power failure it must not hold empty files
         file.flush()
-        os.fsync(file.fileno())
+        start_writing(file.fileno(), started, writer.end - started)
+        # On disk before the directory is moved into place: after a power failure it must not hold empty files
+        if sync:
+            os.fsync(file.fileno())
     return written
 
 
