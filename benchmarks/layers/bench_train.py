@@ -210,12 +210,14 @@ def main() -> None:
     report.add_options(parser)
     parser.add_argument("--bf16", action="store_true", help="compare precisions, prints a table alone")
     args = parser.parse_args()
+    tiny = Sizes(layers=1, hidden=32, heads=2, ffn=64, seq=32, batch=2)
     if args.bf16:
         print(", ".join(f"{key} {value}" for key, value in report.stamp("cpu").items()))
-        for sizes in (Sizes(hidden=192, ffn=512, heads=3), Sizes(), Sizes(hidden=512, ffn=2048, heads=8)):
+        widths = (Sizes(hidden=192, ffn=512, heads=3), Sizes(), Sizes(hidden=512, ffn=2048, heads=8))
+        for sizes in (tiny,) if args.quick else widths:
             report.print_table(measure_precisions(sizes, 5, 1))
         return
-    sizes = Sizes(layers=1, hidden=32, heads=2, ffn=64, seq=32, batch=2) if args.quick else Sizes()
+    sizes = tiny if args.quick else Sizes()
     rounds, steps = (1, 1) if args.quick else (12, 3) if args.full else (4, 2)
     run_stamp = report.stamp("cpu", "megatron-core")
     print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
