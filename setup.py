@@ -86,8 +86,9 @@ def warn_if_a_gpu_is_left_out() -> None:
 # [Note: files are compiled in units]
 FILES_PER_UNIT = 7
 # Files of csrc/cpu of which most is loops, and those that include few headers of torch, as all of shm/core
-COMPILED_ALONE = "bias_act", "few_rows_gemm", "gated_act", "half_convert", "norm", "philox_words", "random_fill"
-LONGEST, LONGEST_UNIT = "csrc/cpu/norm.cpp", "norm"
+COMPILED_ALONE = "bias_act", "few_rows_gemm", "gated_act", "half_convert", "philox_words", "random_fill"
+# The longest is a unit by itself: units are compiled before single files, the last of which leaves the other cores idle
+LONGEST = "csrc/cpu/norm.cpp"
 
 
 def write_units(sources: list[str]) -> list[str]:
@@ -98,13 +99,12 @@ def write_units(sources: list[str]) -> list[str]:
     for file in sources:
         if file in alone or file.startswith("csrc/shm/core/"):
             units.append(file)
+        elif file == LONGEST:
+            folders["norm", ".cpp"] = [file]
         else:
             folders.setdefault((file.split("/")[1], Path(file).suffix), []).append(file)
-    # Files are compiled in the order of their paths: the longest, last of all, would leave the other cores idle
-    units.remove(LONGEST)
-    folders[LONGEST_UNIT, ".cpp"] = [LONGEST]
     for (folder, suffix), files in folders.items():
-        if len(files) == 1 and folder != LONGEST_UNIT:
+        if len(files) == 1 and files != [LONGEST]:
             units += files
             continue
         count = -(-len(files) // FILES_PER_UNIT)

@@ -154,10 +154,10 @@ def parse_options(description: str) -> argparse.Namespace:
         parser.error("argument --overwrite: must not be given with --resume")
     if options.float8 and (options.dtype == "float64" or options.tp_invariant):
         parser.error(f"argument --float8: {options.float8} must not be given with --dtype float64 or --tp-invariant")
-    if options.param_dtype == "bfloat16" and options.dtype != "bfloat16":
-        parser.error(f"argument --param-dtype: bfloat16 must not be given with --dtype {options.dtype}")
-    if options.param_dtype == "float32" and options.dtype == "float64":
-        parser.error("argument --param-dtype: float32 must not be given with --dtype float64")
+    usual = "float64" if options.dtype == "float64" else "float32"
+    options.param_dtype = options.param_dtype or usual
+    if options.param_dtype not in (usual, options.dtype):
+        parser.error(f"argument --param-dtype: {options.param_dtype} must not be given with --dtype {options.dtype}")
     if options.optimizer == "muon" and options.zero == 1:
         parser.error("argument --zero: 1 must not be given with --optimizer muon; take 0, 2 or 3")
     if missing := [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]:

@@ -46,12 +46,8 @@ from tp_ext import planner
 from tp_ext.parallel import ParallelRun
 
 
-def param_dtype(options: argparse.Namespace) -> torch.dtype:
-    return getattr(torch, options.param_dtype or ("float64" if options.dtype == "float64" else "float32"))
-
-
 def autocast_dtype(options: argparse.Namespace) -> torch.dtype | None:
-    return torch.bfloat16 if options.dtype == "bfloat16" and param_dtype(options) == torch.float32 else None
+    return torch.bfloat16 if (options.dtype, options.param_dtype) == ("bfloat16", "float32") else None
 
 
 class StopSignals:
@@ -197,7 +193,7 @@ def train(options: argparse.Namespace, texts: tuple[bytes, bytes], device: torch
     tp_ext.debug.assert_replicated(train_text, group=dist.group.WORLD)  # hosts that read different files are found here
 
     mesh = tp_ext.init_mesh(device.type, **{name: getattr(options, name) for name in MESH})
-    torch.set_default_dtype(param_dtype(options))
+    torch.set_default_dtype(getattr(torch, options.param_dtype))
     trainer = Trainer(options, mesh, device)
     run, optimizer = trainer.run, trainer.optimizer
 

@@ -117,6 +117,19 @@ def check(cases: dict[str, tuple], want: list[float], tolerance: float = TOLERAN
     return found
 
 
+def blocks_of(cases: dict[str, tuple], one: list[int], cores: list[int]) -> dict[str, interleave.Block]:
+    """A block of each case, after a step of each; ``one``: the cores of a case with one thread in this process."""
+    blocks = {
+        name: interleave.on_ranks(RANKS, training, *case)
+        if case[1]
+        else interleave.here(training(*case), case[3], one if case[3] == 1 else cores)
+        for name, case in cases.items()
+    }
+    for block in blocks.values():
+        block(1)
+    return blocks
+
+
 def measure(sizes: Sizes, way: tuple[bool, bool], rounds: int, steps: int) -> list[Record]:
     cores = interleave.cores()
     pinned, kept = way
@@ -130,15 +143,8 @@ def measure(sizes: Sizes, way: tuple[bool, bool], rounds: int, steps: int) -> li
         "megatron-core, gloo": ("megatron-core", "gloo", sizes),
         **{f"{name}, {over}": (name, over, sizes) for name in ("DTensor", "ours") for over in interleave.BACKENDS},
     }
-    blocks = {
-        name: interleave.on_ranks(RANKS, training, *case)
-        if case[1]
-        else interleave.here(training(*case), case[3], one if case[3] == 1 else cores)
-        for name, case in cases.items()
-    }
+    blocks = blocks_of(cases, one, cores)
     dense = training(*cases["dense, 1 thread"]).losses
-    for block in blocks.values():
-        block(1)
     check(cases, dense)
     times = interleave.take(blocks, 0, turns=rounds, count=steps)
     apart = check(cases, dense)
@@ -172,12 +178,7 @@ def measure_precisions(sizes: Sizes, rounds: int, steps: int) -> list[Record]:
         for name, model in models.items()
         for precision in PRECISIONS
     }
-    blocks = {
-        name: interleave.on_ranks(RANKS, training, *case) if case[1] else interleave.here(training(*case), 1, cores[:1])
-        for name, case in cases.items()
-    }
-    for block in blocks.values():
-        block(1)
+    blocks = blocks_of(cases, cores[:1], cores)
     times = interleave.take(blocks, 0, turns=rounds, count=steps)
     apart = check(cases, training(*cases["dense, 1 thread, fp32"]).losses, BF16_TOLERANCE)
     medians = {name: statistics.median(values) for name, values in times.items()}

@@ -27,6 +27,7 @@ namespace tp_ext {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kMostKeysInFp32 = 512;
 
 enum class Kernel { flash_cpu, flash, efficient, formula };
 
@@ -210,7 +211,8 @@ TileOptions formula_options(const Tile& tile, TileOptions options) {
 }  // namespace
 
 bool computed_in_fp32(const Tensor& q, const Tensor& k) {
-  return q.is_cpu() && at::isReducedFloatingType(q.scalar_type()) && k.sym_size(2) <= 512;
+  return q.is_cpu() && at::isReducedFloatingType(q.scalar_type()) &&
+         k.sym_size(2) <= kMostKeysInFp32;
 }
 
 Attended tile_forward(const Operands& operands, const Tile& tile, const TileOptions& options,
@@ -244,9 +246,8 @@ Operands tile_backward(const Tensor& dout, const Operands& operands, const Atten
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
     const auto dtype = sum_dtype(q);
-    return formula_backward(dout.to(dtype), to(operands, sum_dtype(q)),
-                            {result.out.to(dtype), result.lse}, tile,
-                            formula_options(tile, options), length, seed);
+    return formula_backward(dout.to(dtype), to(operands, dtype), {result.out.to(dtype), result.lse},
+                            tile, formula_options(tile, options), length, seed);
   }
   if (kernel == Kernel::flash || heads == kv_heads)
     return fused_backward(kernel, dout, operands, result, tile.diagonal, options.scale);

@@ -125,7 +125,8 @@ def _late(rank, p, folder):
         seconds, message = timed_error(lambda: _ops.all_reduce_rms_norm(x, x, None, EPS, group))
         over.touch()
         assert seconds > 0.5 and "rank 1" in message, message
-    while not over.exists():  # rank 1 lives until rank 0 has given up: its death would be another error
+    # Rank 1 looks for the file, and lives until rank 0 has given up: its death would be another error
+    while not over.exists():
         time.sleep(0.05)
     return True
 

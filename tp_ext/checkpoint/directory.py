@@ -264,10 +264,11 @@ def _write_entries(path: Path, contents: Payload, sync: bool) -> list[Written]:
                 started = writer.end
         del entry
         file.flush()
-        start_writing(file.fileno(), started, writer.end - started)
         # On disk before the directory is moved into place: after a power failure it must not hold empty files
         if sync:
             os.fsync(file.fileno())
+        else:
+            start_writing(file.fileno(), started, writer.end - started)
     return written
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tp_ext.checkpoint.files.atomic_directory import sync_to_disk
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import DTYPES, SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.files.write_lock import WriteLock
@@ -146,11 +147,7 @@ class Export:
         # Last: a reader of the old index needs them until now. A single file and an index exclude each other
         for name in sorted((self.old | {self.target.name, self.index.name}) - set(names)):
             self.target.with_name(name).unlink(missing_ok=True)
-        folder = os.open(self.target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_to_disk(self.target.parent)
         with suppress(RuntimeError, NotImplementedError):
             if self.key:
                 _store().set(self.key, str(dist.get_rank()))

@@ -160,15 +160,12 @@ class SelfAttention(ParallelModule):
 
     def _mask_seeds(self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, exact: bool = False) -> Any:
         """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
+        count = 1 if lengths is None else len(lengths)
         exact = exact or self.exact_dropout or self.softcap is not None
         # torch's own masks, of dropout that is not exact, have no seed of ours
-        if not (self.dropout and self.training and exact):
-            return [None] * (1 if lengths is None else len(lengths))
+        if not (self.dropout and self.training and exact and count and draws_by_name(self, q.device)):
+            return [None] * count
         starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
-        if not starts:
-            return []
-        if not draws_by_name(self, q.device):
-            return [None] * len(starts)
         return sequence_seeds(self, q, starts, unit if lengths is None else 0)
 
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
