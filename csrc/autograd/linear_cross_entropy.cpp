@@ -24,11 +24,11 @@
 namespace tp_ext {
 namespace {
 
-// The number of chunks: of chunk_tokens rows, or 22, but at least 64 rows each. Entropies hold four
-// tensors of the size of a chunk's logits; products of half types on the CPU copies of operands.
+// The number of chunks: of chunk_tokens rows, or 22, but at least `fewest` rows each. Entropies hold
+// four tensors of the size of a chunk's logits; products of half types on the CPU copies of
+// operands.
 int64_t chunks_of(const SymInt& rows, std::optional<int64_t> chunk_tokens, bool entropy,
-                  bool copies) {
-  constexpr int64_t fewest = 64;
+                  bool copies, int64_t fewest) {
   if (chunk_tokens.has_value()) {
     TORCH_CHECK_VALUE(*chunk_tokens >= 1, "chunk_tokens: ", *chunk_tokens,
                       " must be at least 1, or None");
@@ -39,6 +39,15 @@ int64_t chunks_of(const SymInt& rows, std::optional<int64_t> chunk_tokens, bool 
   int64_t chunks = entropy ? 4 * most : most;
   while (chunks > 1 && rows < chunks * least) --chunks;
   return chunks;
+}
+
+// The fewest rows of a chunk. A chunk of half types on the CPU reads and writes the fp32 sum of dw,
+// whose time is that of the products of some 60 rows: it has 256 rows, but no more than the weight
+// has columns, so that its logits take no more memory than the dw that backward casts from the sum.
+int64_t fewest_rows(const Tensor& weight, bool sums_wide) {
+  constexpr int64_t fewest = 64, most = 256;
+  if (!sums_wide) return fewest;
+  return std::clamp(weight.sym_size(1).guard_int(__FILE__, __LINE__), fewest, most);
 }
 
 std::tuple<Tensor, Tensor> composed(const Tensor& x, const Tensor& weight,
@@ -64,7 +73,8 @@ std::tuple<Tensor, Tensor> composed(const Tensor& x, const Tensor& weight,
                     target.sym_sizes(), " must be ", c10::SymIntArrayRef(shape),
                     ", that of x without the last dim", sequence_parallel ? ", of all ranks" : "");
   const bool copies = x.is_cpu() && sum_dtype(x) != x.scalar_type();
-  call.chunks = chunks_of(target.sym_numel(), chunk_tokens, call.entropy, copies);
+  call.chunks = chunks_of(target.sym_numel(), chunk_tokens, call.entropy, copies,
+                          fewest_rows(weight, copies && needs_graph(weight)));
 
   const Tensor rows = as_rows(x), targets = target.reshape_symint({target.sym_numel()});
   const bool graph = needs_graph(x) || needs_graph(weight) || (bias && needs_graph(*bias));

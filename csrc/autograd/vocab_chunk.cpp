@@ -1,11 +1,10 @@
 #include "autograd/vocab_chunk.h"
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
-
-#include <algorithm>
 
 #include "autograd/main_grad.h"
 #include "operators.h"
@@ -49,20 +48,14 @@ void sum_weight_grad(Tensor& dw, const Tensor& dlogits, const Tensor& x, bool tr
   if (traced) {
     const Tensor part = at::mm(factor, x).to(dtype);
     dw = dw.defined() ? at::add(dw, part) : part;
-  } else if (dtype == x.scalar_type()) {
+  } else if (x.is_cpu() || dtype == x.scalar_type()) {
     static const auto op = TP_OP(_vocab_chunk_weight_grad_);
     const bool add = dw.defined();
-    if (!add) dw = x.new_empty({dlogits.size(1), x.size(1)});
+    if (!add) dw = at::empty({dlogits.size(1), x.size(1)}, x.options().dtype(dtype));
     op.call(dw, dlogits, x, add);
   } else {
     if (!dw.defined()) dw = at::zeros({dlogits.size(1), x.size(1)}, x.options().dtype(dtype));
-    if (!x.is_cpu()) return add_weight_grad(dw, dlogits, x);
-    // A product in fp32 would be slow: in parts, rounded to the half type, summed in fp32
-    constexpr int64_t rows = 1024;
-    for (int64_t start = 0; start < dw.size(0); start += rows) {
-      const int64_t length = std::min(rows, dw.size(0) - start);
-      dw.narrow(0, start, length).add_(at::mm(factor.narrow(0, start, length), x));
-    }
+    add_weight_grad(dw, dlogits, x);
   }
 }
 

@@ -1,5 +1,5 @@
 // The products of a chunk of tokens with the rows of a vocabulary: on the CPU, in fp32 and for few
-// tokens, by few_rows_gemm.h; else ATen's.
+// tokens, by few_rows_gemm.h; else ATen's. A weight gradient of half types may be summed in fp32.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/mm.h>
@@ -7,7 +7,10 @@
 #include <torch/library.h>
 
 #include "args/vocab_chunk.h"
+#include "cpu/dispatch.h"
 #include "cpu/few_rows_gemm.h"
+#include "cpu/half_convert.h"
+#include "cpu/multiversion.h"
 
 namespace tp_ext {
 namespace {
@@ -71,8 +74,40 @@ Tensor chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
   return blocks.narrow(1, 0, tokens).transpose(0, 1).reshape({tokens, hidden});
 }
 
+// y = x, or y += x
+template <typename T>
+TP_MULTIVERSION void put_widened(const T* x, float* y, int64_t n, bool add) {
+  float buffer[kBufferLength];
+  for (int64_t i = 0; i < n; i += kBufferLength) {
+    const int64_t length = std::min(kBufferLength, n - i);
+    widen(x + i, add ? buffer : y + i, length);
+    if (!add) continue;
+    for (int64_t k = 0; k < length; ++k) y[i + k] += buffer[k];
+  }
+}
+
+// dw in fp32 of half types: a product in fp32 would be slow. In blocks of rows that stay in the
+// cache, rounded to the half type, summed in fp32.
+void sum_half_products(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {
+  TORCH_CHECK_VALUE(dw.is_contiguous(), "dw: must be contiguous");
+  constexpr int64_t rows = 1024, grain = 16384;
+  for (int64_t start = 0; start < dw.size(0); start += rows) {
+    const int64_t length = std::min(rows, dw.size(0) - start);
+    const Tensor product = at::mm(dlogits.narrow(1, start, length).t(), x).contiguous();
+    float* const to = dw.mutable_data_ptr<float>() + start * dw.size(1);
+    dispatch_floating(x.scalar_type(), "_vocab_chunk_weight_grad_", [&](auto tag) {
+      using T = decltype(tag);
+      if constexpr (kIsHalf<T>)
+        at::parallel_for(0, product.numel(), grain, [&](int64_t begin, int64_t end) {
+          put_widened(in<T>(product) + begin, to + begin, end - begin, add);
+        });
+    });
+  }
+}
+
 void chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {
   composed::check_vocab_chunk(dlogits, x, dw);
+  if (dw.scalar_type() != x.scalar_type()) return sum_half_products(dw, dlogits, x, add);
   if (!uses_few_rows_gemm(dlogits, x, dw))
     return composed::vocab_chunk_weight_grad_(dw, dlogits, x, add);
   const int64_t tokens = x.size(0), hidden = x.size(1);

@@ -1,4 +1,5 @@
-"""The products of a chunk of tokens with the rows of a vocabulary, in fp32 by kernels for few rows, against fp64."""
+"""The products of a chunk of tokens with the rows of a vocabulary, in fp32 by kernels for few rows, against fp64; the
+sum of a weight's gradient of half types."""
 
 import pytest
 import torch
@@ -40,6 +41,20 @@ def test_products(shape, bias, dtype, device):
         _ops.vocab_chunk_weight_grad_(dw, dy, x, add)
         want = dy.double().t() @ x.double() + (before.double() if add else 0)
         torch.testing.assert_close(dw.double(), want, **bounds)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weight_gradient_of_half_types_in_fp32(dtype):
+    """Blocks of 1024 rows of the weight: each product is rounded once, to the half type; sums are exact fp32."""
+    x, weight, dy = operands(40, 33, 2100, dtype)
+    products = torch.cat([torch.mm(block.t(), x) for block in dy.split(1024, 1)]).float()
+    before = torch.randn(weight.shape)
+    for add, want in ((False, products), (True, before + products)):
+        dw = before.clone() if add else torch.full_like(before, float("nan"))
+        _ops.vocab_chunk_weight_grad_(dw, dy, x, add)
+        assert torch.equal(dw, want)
+    with pytest.raises(ValueError, match="dw: must be contiguous"):
+        _ops.vocab_chunk_weight_grad_(before.t().contiguous().t(), dy, x, True)
 
 
 def test_any_strides_and_threads(device):

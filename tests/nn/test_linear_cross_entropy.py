@@ -202,6 +202,31 @@ def test_collectives_to_the_byte(p):
         assert ranks.run(_count, p, *case) == [counts if p > 1 else [{}, {}]] * p, case
 
 
+def _chunks(group, hidden, dtype, weight_grad, entropy):
+    """The chunks of a loss, each of which gathers its statistics."""
+    x = torch.randn(2048, hidden, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, hidden, dtype=dtype, requires_grad=weight_grad)
+    target = torch.randint(8, (2048,), generator=torch.Generator().manual_seed(0))
+    with count_collectives() as counted:
+        tp_ext.linear_cross_entropy(x, weight, target, group, return_entropy=entropy)
+    return counted.by_kind()["all_gather"]
+
+
+def test_default_number_of_chunks():
+    """In half types on the CPU a chunk has as many tokens as the weight has columns, from 64 to 256: it reads and
+    writes the fp32 sum of the weight's gradient."""
+    low = torch.bfloat16
+    for case, number in {
+        (512, torch.float32, True, False): 22,
+        (512, low, True, False): 8,
+        (128, low, True, False): 16,
+        (32, low, True, False): 28,
+        (512, low, False, False): 28,
+        (512, low, True, True): 32,
+    }.items():
+        assert ranks.run(_chunks, 2, *case) == [number] * 2, case
+
+
 def _peak(group, dtype, reduction):
     """The most bytes at once but for the gradients, which the loss with logits needs, too; by those of the logits.
 

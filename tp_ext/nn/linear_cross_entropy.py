@@ -52,7 +52,8 @@ def linear_cross_entropy(
         return_entropy: also returns -sum p log p of each token over the full vocabulary, ``[..]``, in nats, with its
             gradient; 0 at ignored rows.
         chunk_tokens: the most tokens whose logits exist at a time; default: a 22nd of them (with entropies an 88th; in
-            half precision on a CPU a 28th, and a 112th), at least 64 (16).
+            half precision on a CPU a 28th, and a 112th), at least 64 (16); in half precision on a CPU with a gradient
+            of ``weight`` at least ``in``, up to 256 (64).
         main_grad: as the ``main_grad`` of :class:`ColumnParallelLinear` with ``grad_accumulation_fusion``: the gradient
             of ``weight`` is added to it.
 
