@@ -1,6 +1,7 @@
 // The Python extension module. Importing it loads the operators. It also exports the build's
 // options, size and rank of a group by its name, the collective counters, functions that call
-// operators without boxing, the shared-memory backend, that of simulated ranks, and the planner.
+// operators without boxing, the shared-memory backend, that of simulated ranks, Newton-Schulz, and
+// the planner.
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
@@ -12,6 +13,7 @@
 #include "comm/collectives.h"
 #include "comm/counter.h"
 #include "memory/keep_memory.h"
+#include "optim/newton_schulz.h"
 #include "python/planner.h"
 #include "shm/backend.h"
 #include "simulate/backend.h"
@@ -71,6 +73,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("keep_memory", &tp_ext::memory::keep);
   m.def("keeps_memory", &tp_ext::memory::keeps);
   m.def("kept_bytes", &tp_ext::memory::kept_bytes);
+  m.def("orthogonalized", &tp_ext::orthogonalized,
+        pybind11::call_guard<pybind11::gil_scoped_release>());
   tp_ext::simulate::bind(m);
   tp_ext::planner::bind(m);
 }

@@ -14,6 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tp_ext._build import load
+
+_C = load()
+
 Coefficients = tuple[float, float, float]
 
 
@@ -27,21 +31,12 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) ->
 
 
 def orthogonalized(update: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
-    """Returns the orthogonalized matrix, in its dtype.
+    """Returns the orthogonalized matrix, in its dtype; csrc/optim/newton_schulz.h.
 
     The operators and their order are those of ``torch.optim.Muon``, so that of equal matrices in bfloat16 the bits are
     the same.
     """
-    a, b, c = coefficients
-    tall = update.shape[0] > update.shape[1]
-    # The Gram matrix is then that of the short side: fewer products for the same result
-    x = update.T if tall else update
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if tall else x
+    return _C.orthogonalized(update, coefficients, steps, eps)
 
 
 def gram_dtype(dtype: torch.dtype) -> torch.dtype:
