@@ -1,9 +1,9 @@
 """Saving a model and its AdamW on 1 and 2 ranks: 300 small parameters, and a few large ones. Seconds, and memory.
 
 "torch.save" writes the full state of the unsharded model in one process, "and fsync" waits for the disk as all others
-do. "returns" is the time until an asynchronous save returns, the other times those until the checkpoint is on disk.
-Memory is the growth of the largest resident set of a rank during a call (VmHWM of /proc), in MiB, next to the MiB that
-it writes. Each checkpoint is loaded and compared before any measurement.
+do; before each save nothing is left to write. "returns" is the time until an asynchronous save returns, the other times
+those until the checkpoint is on disk. Memory is the growth of the largest resident set of a rank during a call (VmHWM
+of /proc), in MiB, next to the MiB that it writes. Each checkpoint is loaded and compared before any measurement.
 """
 
 import argparse
@@ -99,6 +99,8 @@ def _times(group: Any, subject: str, args: tuple, count: int) -> list[tuple[floa
     """For each call the seconds until it returns and until it is done, and the MiB of memory that it takes."""
     call, found = on_rank(subject, *args), []
     for _ in range(count):
+        if dist.get_rank() == 0:
+            os.sync()  # else an fsync waits for data of the save before it, which did not
         dist.barrier()
         before = high_water(reset=True)
         ends: list[Callable[[], object]] = []

@@ -26,7 +26,7 @@ from tp_ext.checkpoint.files.atomic_directory import (
     swap_in,
     sync_to_disk,
 )
-from tp_ext.checkpoint.files.entry_files import EntryWriter, Written
+from tp_ext.checkpoint.files.entry_files import EntryWriter, Places
 from tp_ext.checkpoint.files.metadata import with_checksum
 from tp_ext.checkpoint.files.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.files.write_lock import WriteLock, check_lock_timeout
@@ -219,12 +219,12 @@ def _write(
 ) -> None:
     """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock and has the plan."""
 
-    def write() -> list[Written]:
+    def write() -> Places:
         # A rank without entries makes no file, and _check_complete expects none
         # The first rank's file is synced below, together with the others that it writes
-        return _write_entries(staging / _data_file(rank), contents, rank != 0) if contents else []
+        return _write_entries(staging / _data_file(rank), contents, rank != 0) if contents else Places()
 
-    def finish(written: list[list[Written]]) -> list[None]:
+    def finish(written: list[Places]) -> list[None]:
         assert lock is not None and plan is not None
         files = [_data_file(of) for of in range(len(written))]
         ends = {name: max(map(sum, places)) for name, places in zip(files, written, strict=True) if places}
@@ -249,9 +249,9 @@ def _data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _write_entries(path: Path, contents: Payload, sync: bool) -> list[Written]:
+def _write_entries(path: Path, contents: Payload, sync: bool) -> Places:
     """Writes the entries of this rank to a new file, with ``sync`` to the disk, and forgets each."""
-    written = []
+    written = Places()
     with open(path, "xb", buffering=1 << 20) as file:
         writer, started = EntryWriter(file), 0
         for index, entry in enumerate(contents):
@@ -289,6 +289,8 @@ def _dump(extra: StateDict) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
+    if type(value) in (bool, int, float, str):
+        return True
     file = io.BytesIO()
     try:
         torch.save(value, file)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
-from tp_ext.checkpoint.files.entry_files import SavedValues, Written
+from tp_ext.checkpoint.files.entry_files import Places, SavedValues
 from tp_ext.checkpoint.files.metadata import overlapping
 from tp_ext.checkpoint.pipeline import check_unique
 from tp_ext.chunks import chunks_of
@@ -109,8 +109,9 @@ def _is_flat(value: Any) -> bool:
 def _chunks(value: Tensor) -> Iterable[tuple[Sequence[int], Tensor]]:
     if isinstance(value, ChunkedTensor):
         return [(offsets, tensor) for offsets, tensor, owned in value.local_chunks if owned]
-    if not value.numel():
-        # chunks_of yields no chunk of a tensor without elements, which must be in the metadata all the same
+    # chunks_of yields no chunk of a tensor without elements, which must be in the metadata all the same, and takes its
+    # time for single numbers, such as the step of each parameter
+    if not value.numel() or (type(value) is Tensor and not value.dim()):
         return [((0,) * value.dim(), value)]
     return [(chunk.offsets, chunk.tensor) for chunk in chunks_of(value, {}) if chunk.owned]
 
@@ -177,7 +178,7 @@ class GlobalPlan:
             )
         saved.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
 
-    def metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str]) -> bytes:
+    def metadata(self, written: Sequence[Places], files: Sequence[str]) -> bytes:
         """Returns the file of the checkpoint's metadata, from the places of the assigned entries of each rank in its
         data file. Another save of this plan with the same places differs in its id alone."""
         save_id, places = str(uuid.uuid4()), (written, files)
@@ -190,7 +191,7 @@ class GlobalPlan:
         self._last = places, save_id, content
         return content
 
-    def _metadata(self, written: Sequence[Sequence[Written]], files: Sequence[str], save_id: str) -> Metadata:
+    def _metadata(self, written: Sequence[Places], files: Sequence[str], save_id: str) -> Metadata:
         paths: dict[str, KeyPath] = {}
         # The first rank's paths win
         for plan in reversed(self._plans):

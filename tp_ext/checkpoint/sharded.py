@@ -103,13 +103,19 @@ class LocalChunks:
     def __init__(self, groups: ModelGroups) -> None:
         self._groups = groups
         self._known: dict[Any, tuple[torch.Size, list[_StoredChunk]]] = {}
+        # Numbers of equal layouts, by the layout and, since its hash takes as long as all else, by its id
+        self._numbers: dict[Layout, int] = {}
+        self._number_of: dict[int, int] = {}
 
     def of(self, value: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
         """Returns :meth:`ModelGroups.local_chunks`."""
         # DTensors and other subclasses are cut in ways that shape and strides do not determine
         if type(value) not in (Tensor, nn.Parameter):
             return self._groups.local_chunks(value, layout)
-        value, key = value.detach(), (layout, value.shape, value.stride())
+        number = self._number_of.get(id(layout))
+        if number is None:
+            number = self._number_of[id(layout)] = self._numbers.setdefault(layout, len(self._numbers))
+        value, key = value.detach(), (number, value.shape, value.stride())
         begin = int(value.storage_offset())
         if key not in self._known:
             shape, local_chunks = self._groups.local_chunks(value, layout)
