@@ -17,6 +17,7 @@
 #include <numeric>
 
 #include "autograd/autocast.h"
+#include "autograd/decoding.h"
 #include "autograd/function.h"
 #include "autograd/main_grad.h"
 #include "check.h"
@@ -68,13 +69,19 @@ struct Grouping {
   }
 };
 
-Tensor rows_times(const Tensor& x, const Tensor& weight, const Grouping& grouping) {
+Tensor rows_times(const Tensor& x, const Tensor& weight, const Grouping& grouping,
+                  bool inference = false) {
   if (grouping.uses_grouped_gemm(x, weight))
     return at::_grouped_mm(x, weight.transpose(1, 2), grouping.ends(x));
   const Tensor y = x.new_empty_symint({x.sym_size(0), weight.sym_size(1)});
   grouping.for_each(
       [&](int64_t e, const Tensor& own, Tensor result) {
-        if (grouping.counts[e] > 0) at::mm_out(result, own, weight.select(0, e).t());
+        if (grouping.counts[e] == 0) return;
+        const Tensor w = weight.select(0, e);
+        if (inference && is_skinny(own, w))
+          result.copy_(skinny_linear_cpu(own, w, std::nullopt));
+        else
+          at::mm_out(result, own, w.t());
       },
       x, y);
   return y;
@@ -198,8 +205,12 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef cou
                     "counts: ", counts, " must be a number of rows for each of the ",
                     weight.sym_size(0), " experts of weight, and their sum the ", x.sym_size(0),
                     " rows of x");
-  return GroupedLinear::apply(x, weight, Grouping{counts.vec(), grouped_gemm}, main_grad,
-                              grad_scale);
+  const Grouping grouping{counts.vec(), grouped_gemm};
+  if (is_inference(x, weight, std::nullopt)) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return rows_times(x, weight, grouping, true);
+  }
+  return GroupedLinear::apply(x, weight, grouping, main_grad, grad_scale);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

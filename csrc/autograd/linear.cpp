@@ -21,6 +21,7 @@
 #include <ATen/ops/matmul.h>
 
 #include "autograd/autocast.h"
+#include "autograd/decoding.h"
 #include "autograd/function.h"
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
@@ -266,6 +267,8 @@ Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const Optio
                               const OptionalTensor& main_grad, int64_t overlap_chunks) {
   check_linear(x, weight, bias, main_grad, overlap_chunks);
   const int64_t p = comm::size(group);
+  if (!(sequence_parallel && p > 1) && is_decoding(x, weight, bias))
+    return skinny_linear_cpu(x, weight, bias);
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
   LinearCall call{group, sequence_parallel && p > 1, Split(), main_grad, overlap_chunks};
   if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
@@ -279,6 +282,11 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
                            bool sum_bias_grad) {
   check_linear(x, weight, bias, main_grad, overlap_chunks, true);
   const int64_t p = comm::size(group);
+  if (!(sequence_parallel && p > 1) && is_decoding(x, weight, bias)) {
+    if (p == 1) return skinny_linear_cpu(x, weight, bias);
+    const Tensor y = comm::all_reduce_fresh(skinny_linear_cpu(x, weight, std::nullopt), group);
+    return bias.has_value() ? y.add_(*bias) : y;
+  }
   if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
   LinearCall call{group,     sequence_parallel && p > 1, Split(),
                   main_grad, p > 1 ? overlap_chunks : 1, sum_bias_grad};

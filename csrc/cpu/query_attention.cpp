@@ -13,61 +13,13 @@
 
 #include "cpu/dispatch.h"
 #include "cpu/prefetch.h"
-
-// Vectors are returned by functions that are inlined: no call depends on how they are passed
-#pragma GCC diagnostic ignored "-Wpsabi"
+#include "cpu/vectors.h"
 
 namespace tp_ext {
 namespace {
 
-template <typename A, int kBytes>
-struct VectorOf {
-  using type __attribute__((vector_size(kBytes))) = A;
-};
-template <typename A>
-using Vector = typename VectorOf<A, 64>::type;
-template <typename A>
-using Half = typename VectorOf<A, 32>::type;
-template <typename A>
-constexpr int64_t kLanes = 64 / sizeof(A);
 constexpr int64_t kAhead = 16;    // rows between a prefetch and its use
 constexpr int64_t kTogether = 4;  // values that share a pass over the sums
-
-template <typename A>
-TP_INLINE Vector<A> load(const A* x) {
-  Vector<A> result;
-  std::memcpy(&result, x, sizeof result);
-  return result;
-}
-TP_INLINE Vector<float> load(const Bf16* x) {
-  using Words = VectorOf<uint32_t, 64>::type;
-  VectorOf<uint16_t, 32>::type bits;
-  std::memcpy(&bits, x, sizeof bits);
-  const Words words = __builtin_convertvector(bits, Words) << 16;
-  Vector<float> result;
-  std::memcpy(&result, &words, sizeof result);
-  return result;
-}
-
-template <typename A>
-TP_INLINE Half<A> halves_added(const Vector<A>& x) {
-  Half<A> halves[2];
-  std::memcpy(halves, &x, sizeof halves);
-  return halves[0] + halves[1];
-}
-
-// Sums of neighbouring lanes, those of a and then those of b. Of half vectors: AVX2 has no shuffle
-// of longer ones.
-TP_INLINE Half<float> fold(const Half<float>& a, const Half<float>& b) {
-  using Places = Half<int32_t>;
-  constexpr Places kEven = {0, 2, 4, 6, 8, 10, 12, 14};
-  return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
-}
-TP_INLINE Half<double> fold(const Half<double>& a, const Half<double>& b) {
-  using Places = Half<int64_t>;
-  constexpr Places kEven = {0, 2, 4, 6};
-  return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
-}
 
 // One head of k and v; strides are those of the rows, in elements
 template <typename T>
@@ -94,10 +46,7 @@ TP_INLINE void products_of_key(const HeadRows<T>& p, const T* key, int64_t first
     const Vector<A> k = load(key + d);
     for (int i = 0; i < kRows; ++i) lanes[i] += load(p.q + (first + i) * p.width + d) * k;
   }
-  Half<A> halves[4];
-  for (int i = 0; i < 4; ++i) halves[i] = halves_added<A>(lanes[i]);
-  Half<A> sums = fold(fold(halves[0], halves[1]), fold(halves[2], halves[3]));
-  if constexpr (std::is_same_v<A, float>) sums = fold(sums, sums);  // two of each row were left
+  const HalfVector<A> sums = sums_of_lanes<A>(lanes);
   for (int i = 0; i < kRows; ++i) p.weights[(first + i) * p.keys + j] = sums[i];
 }
 

@@ -1,10 +1,10 @@
 """The metadata of a checkpoint's plan, whose file a second save with the same places takes from the first."""
 
 import pickle
+from array import array
 
 import torch
 
-from tp_ext.checkpoint.files.entry_files import Written
 from tp_ext.checkpoint.save_plan import GlobalPlan, PlannedChunk, RankPlan
 
 FILES = ["__0_0.distcp", "__1_0.distcp"]
@@ -25,10 +25,10 @@ def without_id(found):
 
 
 def test_each_save_has_an_id_of_its_own_and_its_own_places():
-    reused, first = plan(), [[Written(0, 50), Written(50, 9)], [Written(0, 50)]]
-    other = [[Written(0, 60), Written(60, 9)], [Written(0, 50)]]
+    reused, first = plan(), [array("q", [0, 50, 50, 9]), array("q", [0, 50])]
+    other = [array("q", [0, 60, 60, 9]), array("q", [0, 50])]
     ids = set()
-    for written in (first, [list(places) for places in first], other, first):
+    for written in (first, [array("q", places) for places in first], other, first):
         found = contents(written, reused)
         assert without_id(found) == without_id(contents(written, plan()))
         ids.add(found["storage_meta"].save_id)

@@ -6,14 +6,6 @@ _bug = mutation_in("csrc")
 
 REGIONS = [
     _bug(
-        "attention_of_the_last_values_lost",
-        "cpu/query_attention.cpp",
-        "for (; j < p.keys; ++j) add_values<T, 1>(p, j);",
-        "",
-        "Values after the last four are not added.",
-        "nn/attention/test_scaled_dot_product.py::test_few_queries",
-    ),
-    _bug(
         "norm_of_the_first_row_s_sum",
         "shm/core/reductions.cpp",
         "in[rank] = of(step, rank) + row * bytes;",

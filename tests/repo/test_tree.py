@@ -195,6 +195,7 @@ FORBIDDEN = {  # what a folder's files must not include
     "shm": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
     "simulate": (*CUDA, "args/", "autograd/", "comm/", "kernels/", "types.h"),
     "memory": ("ATen/", "torch/", "args/", "autograd/", "comm/", "kernels/", "cpu/", *CUDA),
+    "optim": ("args/", "autograd/", "comm/", "kernels/", "cpu/", *CUDA),
     "planner": (*TORCH, *CUDA, "args/", "autograd/", "comm/", "cpu/", "kernels/", "python/", "types.h", "check.h"),
     "python": ("args/", "kernels/", "cpu/", *CUDA),
     "": ("args/", "autograd/", "cpu/", *CUDA),
@@ -412,7 +413,7 @@ BUDGETS = {
     "": 4070,  # one check of paths, ranks of a group
     "_ops": 1650,  # float8, products of few tokens with few bits, all-reduce and norm
     "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
-    "checkpoint": 4750,
+    "checkpoint": 4770,
     "debug": 2200,  # one digest of a model, rules of tp_invariant and float8
     "elastic": 1000,
     "huggingface": 2000,  # weights that are quantised as they are read

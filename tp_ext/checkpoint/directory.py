@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import time
+from array import array
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from tp_ext.checkpoint.files.atomic_directory import (
     swap_in,
     sync_to_disk,
 )
-from tp_ext.checkpoint.files.entry_files import EntryWriter, Places
+from tp_ext.checkpoint.files.entry_files import EntryWriter
 from tp_ext.checkpoint.files.metadata import with_checksum
 from tp_ext.checkpoint.files.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.files.write_lock import WriteLock, check_lock_timeout
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.checkpoint.plan_exchange import exchange_plans
-from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, plan_of_rank
+from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, pairs, plan_of_rank
 from tp_ext.checkpoint.sharded import sharded_state
 from tp_ext.checkpoint.sharded_load import load_from
 from tp_ext.group import NOT_GIVEN, Group
@@ -219,15 +220,15 @@ def _write(
 ) -> None:
     """Writes the checkpoint and moves it to ``target``, for which the first rank holds the lock and has the plan."""
 
-    def write() -> Places:
+    def write() -> "array[int]":
         # A rank without entries makes no file, and _check_complete expects none
         # The first rank's file is synced below, together with the others that it writes
-        return _write_entries(staging / _data_file(rank), contents, rank != 0) if contents else Places()
+        return _write_entries(staging / _data_file(rank), contents, rank != 0) if contents else array("q")
 
-    def finish(written: list[Places]) -> list[None]:
+    def finish(written: list["array[int]"]) -> list[None]:
         assert lock is not None and plan is not None
         files = [_data_file(of) for of in range(len(written))]
-        ends = {name: max(map(sum, places)) for name, places in zip(files, written, strict=True) if places}
+        ends = {name: max(map(sum, pairs(places))) for name, places in zip(files, written, strict=True) if places}
         with open(staging / METADATA, "xb") as file:
             file.write(with_checksum(plan.metadata(written, files)))
         (staging / EXTRA).write_bytes(extra)
@@ -249,13 +250,14 @@ def _data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _write_entries(path: Path, contents: Payload, sync: bool) -> Places:
-    """Writes the entries of this rank to a new file, with ``sync`` to the disk, and forgets each."""
-    written = Places()
+def _write_entries(path: Path, contents: Payload, sync: bool) -> "array[int]":
+    """Writes the entries of this rank to a new file, with ``sync`` to the disk, and forgets each; returns the offset
+    and the length of one after the other, which are sent, and compared, as one object."""
+    written = array("q")
     with open(path, "xb", buffering=1 << 20) as file:
         writer, started = EntryWriter(file), 0
         for index, entry in enumerate(contents):
-            written.append(writer.write(entry))
+            written.extend(writer.write(entry))
             # The copies of an asynchronous save need not all stay in memory until the end
             contents[index] = b""
             # The disk writes while the next entries are copied, and has less to do when the fsync comes

@@ -6,6 +6,7 @@ several objects for each entry on each rank, and sends them to the first and bac
 
 import pickle
 import uuid
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
-from tp_ext.checkpoint.files.entry_files import Places, SavedValues
+from tp_ext.checkpoint.files.entry_files import SavedValues
 from tp_ext.checkpoint.files.metadata import overlapping
 from tp_ext.checkpoint.pipeline import check_unique
 from tp_ext.chunks import chunks_of
@@ -178,7 +179,7 @@ class GlobalPlan:
             )
         saved.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
 
-    def metadata(self, written: Sequence[Places], files: Sequence[str]) -> bytes:
+    def metadata(self, written: Sequence["array[int]"], files: Sequence[str]) -> bytes:
         """Returns the file of the checkpoint's metadata, from the places of the assigned entries of each rank in its
         data file. Another save of this plan with the same places differs in its id alone."""
         save_id, places = str(uuid.uuid4()), (written, files)
@@ -191,20 +192,25 @@ class GlobalPlan:
         self._last = places, save_id, content
         return content
 
-    def _metadata(self, written: Sequence[Places], files: Sequence[str], save_id: str) -> Metadata:
+    def _metadata(self, written: Sequence["array[int]"], files: Sequence[str], save_id: str) -> Metadata:
         paths: dict[str, KeyPath] = {}
         # The first rank's paths win
         for plan in reversed(self._plans):
             paths.update(plan.paths)
         stored: dict[MetadataIndex, _StorageInfo] = {}
         for plan, indices, places, file in zip(self._plans, self.assigned, written, files, strict=True):
-            infos = {place: _StorageInfo(file, *place) for place in places}  # equal values have one place
-            for index, place in zip(indices, places, strict=True):
+            infos = {place: _StorageInfo(file, *place) for place in pairs(places)}  # equal values have one place
+            for index, place in zip(indices, pairs(places), strict=True):
                 entry = plan.entries[index]
                 at = MetadataIndex(entry) if isinstance(entry, str) else MetadataIndex(entry.key, entry.offsets)
                 stored[at] = infos[place]
         meta = StorageMeta(save_id=save_id)
         return Metadata(self._entries, paths, stored, meta, version=CURRENT_DCP_VERSION)
+
+
+def pairs(places: "array[int]") -> Iterable[tuple[int, int]]:
+    """Returns the offset and the length of each entry."""
+    return zip(places[::2], places[1::2], strict=True)
 
 
 _BYTES = BytesStorageMetadata()

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
@@ -23,7 +22,7 @@ from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.float8 import Float8
 from tp_ext.nn.norm import LayerNorm, RMSNorm
-from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, operands
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, local_linear, operands
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
@@ -374,7 +373,7 @@ class RowParallelLinear(ParallelLinear):
         if self.low_bits is not None:
             return self.local_product(x, weight)
         weight, _, _ = operands(self, self.__dict__, weight, self._coalesced)
-        return F.linear(x, weight)
+        return local_linear(x, weight)
 
     def _in_float8(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
         weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)

@@ -273,6 +273,14 @@ def linear_2d(
     return y
 
 
+def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns ``F.linear`` of local tensors, with the kernels for few rows of the parallel linears.
+
+    [Note: decoding has kernels for few rows]
+    """
+    return _ops.column_parallel_linear(x, weight, bias, "")
+
+
 def operands(
     layer: ParallelLinear, attributes: dict[str, Any], chosen: Tensor | None, summed: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

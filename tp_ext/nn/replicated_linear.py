@@ -1,7 +1,6 @@
 """Linear layer with a replicated weight, used for low-rank factors (LoRA's A, MLA's latents)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
@@ -9,7 +8,7 @@ from tp_ext._checks import check_flag
 from tp_ext.group import Group
 from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.model.module import ParallelModule
-from tp_ext.nn.parallel_linear import accumulated, main_grad_of
+from tp_ext.nn.parallel_linear import accumulated, local_linear, main_grad_of
 from tp_ext.random import Init, torch_linear_init
 
 
@@ -89,7 +88,7 @@ class ReplicatedLinear(ParallelModule):
         if has_own_tokens and not self.sequence_parallel:
             weight = _ops.copy_to_region(weight, self.tp_group.name)
             bias = None if bias is None else _ops.copy_to_region(bias, self.tp_group.name)
-        return F.linear(x, weight, bias)
+        return local_linear(x, weight, bias)
 
     def _entering(self, name: str, value: Tensor) -> Tensor:
         if name != "weight" or not self.grad_accumulation_fusion:

@@ -21,7 +21,7 @@ from tp_ext.model.layouts import declare_layouts
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
-from tp_ext.nn.parallel_linear import operands
+from tp_ext.nn.parallel_linear import local_linear, operands
 from tp_ext.sharding import Layout, Sharding
 
 CONVERSIONS = ("_to_copy", "to")
@@ -47,7 +47,7 @@ class EnteredColumnLinear(ColumnParallelLinear):
         # A full bias in the place of the shard: F.linear would fail without the name of the parameter
         if bias is not None and bias.size(0) != weight.size(0):
             raise ValueError(f"bias: shape {tuple(bias.shape)} must be [{weight.size(0)}], this rank's shard")
-        return F.linear(x, weight, bias)
+        return local_linear(x, weight, bias)
 
 
 class RowTokensLinear(RowParallelLinear):
@@ -76,7 +76,7 @@ class RowTokensLinear(RowParallelLinear):
             y, bias = self.local_product(x, weight), self.parameter("bias")
         else:
             weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
-            y = F.linear(x, weight)
+            y = local_linear(x, weight)
         return _scattered_sum(y, bias, self.tp_group.name, self.tp_tokens_dim, sizes)
 
     def _scattered_in_float8(self, x: Tensor, sizes: list[int], weight: Tensor | None) -> Tensor:

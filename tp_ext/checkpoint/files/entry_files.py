@@ -10,8 +10,7 @@ import io
 import os
 import zipfile
 import zlib
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -28,26 +27,6 @@ class Written(NamedTuple):
 
     offset: int
     length: int
-
-
-class Places:
-    """The places of entries in a data file, in order: plain numbers, which are sent and compared as one array."""
-
-    def __init__(self) -> None:
-        self._numbers = array("q")
-
-    def append(self, place: Written) -> None:
-        """Adds the place of the next entry."""
-        self._numbers.extend(place)
-
-    def __iter__(self) -> Iterator[Written]:
-        return map(Written, self._numbers[::2], self._numbers[1::2])
-
-    def __len__(self) -> int:
-        return len(self._numbers) // 2
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places) and self._numbers == other._numbers
 
 
 def saved_value(value: Any) -> bytes:

@@ -23,6 +23,7 @@ from tp_ext.nn.attention.self_attention import SelfAttention
 from tp_ext.nn.float8 import Float8
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
 from tp_ext.nn.norm import LayerNorm, RMSNorm
+from tp_ext.nn.parallel_linear import local_linear
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Init
 from tp_ext.sharding import head_parts
@@ -324,7 +325,7 @@ class ParallelLatentAttention(SelfAttention):
     def _expanded(self, latents: Tensor) -> Tensor:
         """Returns this rank's shard of W_kv_b c for the latents c of all tokens."""
         if getattr(self.kv_b_proj, "float8", None) is None:
-            return F.linear(latents, self._kv_b_weight())
+            return local_linear(latents, self._kv_b_weight())
         # In float8 c is an operand of the product as W is
         rows = latents.flatten(0, -2)
         own = _ops.scatter_to_region(rows, self.tp_group.name, 0) if self.sequence_parallel else rows
