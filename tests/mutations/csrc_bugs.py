@@ -8,8 +8,8 @@ REGIONS = [
     _bug(
         "norm_of_the_first_row_s_sum",
         "shm/core/reductions.cpp",
-        "in[rank] = of(step, rank) + row * bytes;",
-        "in[rank] = of(step, rank);",
+        "in[rank] = input(step, rank) + row * bytes;",
+        "in[rank] = input(step, rank);",
         "all_reduce_rms_norm over tp_shm takes the sum of the first row for every row.",
         "nn/test_linear_into_norm.py::test_bits_of_the_two_operators",
     ),

@@ -50,6 +50,22 @@ def test_all_reduce_in_every_dtype(p, operation, backend):
     run(_all_reduce, p, backend, operation)
 
 
+def _sizes_of_one_step(world):
+    """Calls that follow each other write every slot several times."""
+    group, p, rank = group_of("tp_shm"), world.size(), world.rank()
+    for n in (8191, 8192, 8193, 8256, 65535, 65536):
+        for salt in range(6):
+            xs = of_all(p, n, torch.uint8, salt)
+            x = xs[rank].clone()
+            dist.all_reduce(x, group=group)
+            same(x, reduce(torch.add, xs))
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_sizes_that_are_written_past_the_caches(p):
+    run(_sizes_of_one_step, p)
+
+
 def _into_a_new_tensor(world):
     """reduce_from_region reads x where it is: the bits of the sum in place, counted as one all-reduce of its bytes."""
     group, p, rank = group_of("tp_shm"), world.size(), world.rank()

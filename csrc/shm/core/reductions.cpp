@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "shm/core/chunking.h"
+#include "shm/core/stream.h"
 
 namespace tp_ext::shm {
 namespace {
@@ -37,11 +38,11 @@ AllReduce::AllReduce(const Member& member, const void* in, void* out, const Elem
     throw Failure("all_reduce: " + std::to_string(elements.bytes()) + " bytes in one step");
 }
 
-void AllReduce::write(int64_t, char* slot) { copy(slot, in_, elements_.bytes()); }
+void AllReduce::write(int64_t, char* slot) { stream(slot, in_, elements_.bytes()); }
 
 void AllReduce::read(int64_t step) {
   const void* in[kMaxRanks];
-  for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = of(step, rank);
+  for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = input(step, rank);
   elements_.combine(out_, in, member_.ranks(), elements_.count);
 }
 
@@ -56,7 +57,7 @@ void AllReduceRows::read(int64_t step) {
   const void* in[kMaxRanks];
   const int64_t bytes = row_length_ * elements_.size;
   for (int64_t row = 0; row * row_length_ < elements_.count; ++row) {
-    for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = of(step, rank) + row * bytes;
+    for (int rank = 0; rank < member_.ranks(); ++rank) in[rank] = input(step, rank) + row * bytes;
     elements_.combine(row_.data(), in, member_.ranks(), row_length_);
     end_(row, row_.data());
   }

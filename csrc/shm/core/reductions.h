@@ -32,8 +32,11 @@ class AllReduce : public SteppedCollective {
  protected:
   void write(int64_t step, char* slot) override;
   void read(int64_t step) override;
+  // This rank's own is not read back from its slot, which no cache has
+  const char* input(int64_t step, int rank) const {
+    return rank == member_.rank ? in_ : of(step, rank);
+  }
 
- protected:
   const Elements elements_;
 
  private:
