@@ -1,11 +1,11 @@
 // Rows of a weight in blocks of a few, each of which is multiplied with all rows of x while it is in
-// the first cache. The weight is one stream of memory: the lines some KB ahead are prefetched.
+// the first cache. The weight is one stream of memory, whose next lines are prefetched.
 
 #include "skinny_linear.h"
 
 #include <ATen/ops/empty.h>
 
-#include <type_traits>
+#include <algorithm>
 
 #include "cpu/dispatch.h"
 #include "cpu/vectors.h"
@@ -13,8 +13,8 @@
 namespace tp_ext {
 namespace {
 
-// Bytes between a prefetch, into the second cache, and its use: half as many or twice as many are
-// slower, and so is the first cache
+// Bytes between a prefetch, into the second cache, and its use. Twice as many are slower, and so is
+// a prefetch into the first cache.
 constexpr int64_t kBytesAhead = 65536;
 constexpr int64_t kLeastElements = int64_t{1} << 16;  // of a weight: smaller ones stay in a cache
 

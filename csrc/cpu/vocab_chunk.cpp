@@ -90,7 +90,7 @@ TP_MULTIVERSION void put_widened(const T* x, float* y, int64_t n, bool add) {
 // cache, rounded to the half type, summed in fp32.
 void sum_half_products(const Tensor& dw, const Tensor& dlogits, const Tensor& x, bool add) {
   TORCH_CHECK_VALUE(dw.is_contiguous(), "dw: must be contiguous");
-  constexpr int64_t rows = 1024, grain = 16384;
+  constexpr int64_t rows = 1024;
   for (int64_t start = 0; start < dw.size(0); start += rows) {
     const int64_t length = std::min(rows, dw.size(0) - start);
     const Tensor product = at::mm(dlogits.narrow(1, start, length).t(), x).contiguous();
@@ -98,7 +98,7 @@ void sum_half_products(const Tensor& dw, const Tensor& dlogits, const Tensor& x,
     dispatch_floating(x.scalar_type(), "_vocab_chunk_weight_grad_", [&](auto tag) {
       using T = decltype(tag);
       if constexpr (kIsHalf<T>)
-        at::parallel_for(0, product.numel(), grain, [&](int64_t begin, int64_t end) {
+        at::parallel_for(0, product.numel(), kGrain, [&](int64_t begin, int64_t end) {
           put_widened(in<T>(product) + begin, to + begin, end - begin, add);
         });
     });

@@ -103,7 +103,8 @@ class LocalChunks:
     def __init__(self, groups: ModelGroups) -> None:
         self._groups = groups
         self._known: dict[Any, tuple[torch.Size, list[_StoredChunk]]] = {}
-        # Numbers of equal layouts, by the layout and, since its hash takes as long as all else, by its id
+        # Numbers of equal layouts, by the layout and, since its hash takes as long as all else, by its id; layouts are
+        # the model's, which lives longer
         self._numbers: dict[Layout, int] = {}
         self._number_of: dict[int, int] = {}
 
