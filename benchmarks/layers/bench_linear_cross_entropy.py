@@ -125,9 +125,8 @@ def measure(sizes: tuple[int, int, str, bool], seconds: float, block: float) -> 
     names = ["logits", "ours"]
     if peers:
         # Liger's kernels compute the softmax in fp32, as operators of torch in bf16 do not
-        names = (
-            ["torch", *names] + ["Liger"] * (dtype == "fp32") + ["torch chunked"] * hasattr(F, "linear_cross_entropy")
-        )
+        names = ["torch", *names] + ["Liger"] * (dtype == "fp32")
+        names += ["torch chunked"] * hasattr(F, "linear_cross_entropy")
     found, subjects, peaks = {}, {}, {}
     for name in names:
         step = step_of(name, *case)
@@ -162,9 +161,8 @@ def measure(sizes: tuple[int, int, str, bool], seconds: float, block: float) -> 
 def draw(figure: Any, records: list[Record]) -> None:
     panels: dict[str, dict[str, Any]] = {}
     for r in records:
-        panels.setdefault(f"hidden {r['hidden']}, vocabulary {r['vocab']}, {r['dtype']}", {})[str(r["case"])] = r[
-            "to_logits"
-        ]
+        panel = f"hidden {r['hidden']}, vocabulary {r['vocab']}, {r['dtype']}"
+        panels.setdefault(panel, {})[str(r["case"])] = r["to_logits"]
     report.draw_bars(figure, panels, "time to that of ours with all logits, medians", mark=1.0)
 
 
