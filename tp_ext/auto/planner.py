@@ -4,6 +4,7 @@ result by shapes and by values. What cannot be proven stays replicated."""
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,7 +61,8 @@ def plan(
             operator there treats these one by one: True: wherever that is possible, and an error if it is nowhere;
             ``"auto"``: if it also makes activations smaller, and communicates at most 5 % more bytes of activations
             than without. The example must have at least p tokens.
-        strict: a weight above 1 % of all parameter bytes that stays whole is an error.
+        strict: a weight above 1 % of all parameter bytes that stays whole is an error, and so are values that could not
+            be proven, of which a warning says so otherwise.
         prove: ``"values"``: the model, of equal layers the first two, is run with random weights on p ranks, all in
             this process, and on one; weights by which outputs, gradients or buffers differ stay whole, with the reason.
             ``"shapes"``: only the shapes of all calls on a rank are compared, as they are in any case; this cannot see
@@ -103,6 +105,7 @@ def plan(
         result.proofs = []
     result.rules = dict(rules or {})
     _check_sharded(result, planner, strict)
+    _check_proof(result, strict)
     return result
 
 
@@ -179,6 +182,17 @@ def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: flo
         # Not an error: the shapes are proven, and the plan says that the values are not
         plan.proof = f"shapes: {error}"
     return plan
+
+
+def _check_proof(plan: Plan, strict: bool) -> None:
+    """Warns that values could not be proven, which ``strict`` refuses."""
+    _, _, reason = plan.proof.partition(": ")
+    if not reason:
+        return
+    text = f"the values of the plan are not proven, its shapes alone: {reason}"
+    if strict:
+        raise ValueError(f'strict: {text}; prove="shapes" asks for no more')
+    warnings.warn(f"model: {text}; auto.apply(.., verify=True) compares them in the real group", stacklevel=3)
 
 
 def _check_sharded(plan: Plan, planner: Planner, strict: bool) -> None:

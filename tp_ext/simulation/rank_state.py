@@ -37,6 +37,23 @@ _TABLES: tuple[dict[Any, Any], ...] = (
 )
 
 
+_notes: list[Callable[[], Callable[[], None]]] = []  # each notes a state, and returns what puts it back
+
+
+@contextlib.contextmanager
+def owned_by_ranks(note: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Gives every rank of simulations in the block a state of its own, in place of one that all share.
+
+    Args:
+        note: notes the state as it is, and returns a function that puts it back.
+    """
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+
+
 def _generators() -> list[torch.Generator]:
     return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
 
@@ -52,6 +69,7 @@ class RankState:
         self._attributes = [getattr(owner, name) for owner, name in _ATTRIBUTES]
         self._tables = [dict(table) for table in _TABLES]
         self._recent = list(random_scope._recent)
+        self._put_back = [note() for note in _notes]
 
     def restore(self) -> None:
         """Makes it the state of the process."""
@@ -67,6 +85,8 @@ class RankState:
                 table.clear()
                 table.update(contents)
         random_scope._recent[:] = self._recent
+        for put_back in self._put_back:
+            put_back()
 
 
 class ThreadModes:

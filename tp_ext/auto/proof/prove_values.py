@@ -24,12 +24,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 import tp_ext.random as tp_random
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import Arguments, arguments
+from tp_ext.auto.record.unchanged import places_of
 from tp_ext.auto.search.localize import replaced
 from tp_ext.auto.search.plans import Plan
 from tp_ext.model.layouts import layouts_of
 from tp_ext.simulation import simulate
+from tp_ext.simulation.rank_state import owned_by_ranks
 
 MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 FEW = 64  # tokens with which the example is run as it is
@@ -72,8 +75,8 @@ def held(model: nn.Module) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def shortened(model: nn.Module, kept: int = KEPT) -> nn.Module:
-    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind."""
+def shortened(model: nn.Module, kept: int | None = KEPT) -> nn.Module:
+    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind; None: all."""
     copy = copied_model(model, {id(t): t for t in held(model)})
     for module in list(copy.modules()):
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -82,7 +85,7 @@ def shortened(model: nn.Module, kept: int = KEPT) -> nn.Module:
         for name, child in list(module._modules.items()):
             kind = _kind(child) if child is not None else ""
             seen[kind] = seen.get(kind, 0) + 1
-            if child is not None and seen[kind] > kept and any(True for _ in child.parameters()):
+            if child is not None and kept and seen[kind] > kept and any(True for _ in child.parameters()):
                 del module._modules[name]  # the others keep their names
     return copy
 
@@ -207,13 +210,22 @@ def few_tokens(example: Any, p: int) -> Any:
 # ---------------------------------------------------------------- runs
 
 
-def run_model(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any] = lambda x: x) -> RunResults:
+def run_model(
+    model: nn.Module,
+    call: Any,
+    backward: bool,
+    gather: Callable[[Any], Any] = lambda x: x,
+    input_gradients: bool = True,
+) -> RunResults:
     """Runs a model once; the loss is a product of its outputs with random numbers."""
-    # Copies: a model may write to its inputs, and both runs must get the same
-    args, kwargs = tree_map(
-        lambda x: x.detach().clone().requires_grad_(backward and x.is_floating_point()) if isinstance(x, Tensor) else x,
-        call,
-    )
+
+    def fresh(x: Any) -> Any:
+        # Copies: a model may write to its inputs, and both runs must get the same
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().clone().requires_grad_(backward and input_gradients and x.is_floating_point())
+
+    args, kwargs = tree_map(fresh, call)
     for parameter in model.parameters():
         parameter.grad = None  # of the run before; it would be added to
     tp_random.manual_seed(0)
@@ -225,7 +237,9 @@ def run_model(model: nn.Module, call: Any, backward: bool, gather: Callable[[Any
         # get the same
         generator = torch.Generator().manual_seed(2)
         weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
-        terms = [(t * weights[name].to(t.dtype)).sum() for name, t in outputs.items() if t.requires_grad]
+        # Of a complex output the real part of the product, in which both of its parts are
+        phases = {name: 1 + 0.5j if t.is_complex() else 1 for name, t in outputs.items()}
+        terms = [(t * weights[n].to(t.dtype) * phases[n]).sum().real for n, t in outputs.items() if t.requires_grad]
         # A number that the model returns was computed from local lengths as likely as a tensor was
         numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, int | float)]
         outputs |= {f"number {i}": torch.tensor(float(number)) for i, number in enumerate(numbers)}
@@ -287,6 +301,23 @@ def compare_runs(wanted: RunResults, got: RunResults, layouts: Mapping[str, Any]
     return max(rows, key=lambda row: row[0], default=(0.0, ""))
 
 
+@dataclass(frozen=True)
+class Run:
+    """One run of the proof: a call of the model, in a mode.
+
+    Attributes:
+        input_gradients: whether the floating-point arguments require gradients.
+    """
+
+    call: Any
+    training: bool
+    backward: bool
+    input_gradients: bool = True
+
+    def __call__(self, model: nn.Module) -> RunResults:
+        return run_model(model.train(self.training), self.call, self.backward, full_logits, self.input_gradients)
+
+
 def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torch.dtype | None, apply: Apply) -> None:
     """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
 
@@ -299,28 +330,26 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     # Its shapes have been proven, in the types that the model has; calls that the example lacks are the user's
     plan = dataclasses.replace(plan, proofs=[], example=None)
     bound = BOUNDS.get(dtype or torch.float32, 5e-2)
-    calls = list(examples(example, dtype))
-    modes = [(training, backward) for training in (True, False) for backward in (True, False)]
 
     def runs(rank: int, group: Any, plan: Plan) -> tuple[list[RunResults], dict[str, Any]]:
         model = copied_model(reduced)
         apply(plan, model, group)
-        return [_in_mode(model, call, *mode) for _, call in calls for mode in modes], layouts_by_name(model)
+        return [run(model) for run in accepted], layouts_by_name(model)
 
     with torch.random.fork_rng(devices=[]), _no_garbage():
+        notes = Notes(places_of(reduced))
+        notes.empty_caches()
+        accepted, wanted = _reference(reduced, whole, list(examples(example, dtype)), apply)
+        # Ranks are processes: what the code keeps outside of the model is not what another rank has computed
+        shared = notes.changed()
+        notes.put_back()
         try:
-            wanted = _reference(reduced, whole, calls, modes, apply)
-        except Exception as error:
-            raise UnprovenError(f"{type(error).__name__}: {str(error)[:200]}") from error
-        calls = [call for call, runs_ in zip(calls, wanted, strict=True) if runs_]
-        wanted = [runs_ for runs_ in wanted if runs_]
-        try:
-            ranks = simulate(runs, plan.p, plan)
+            with owned_by_ranks(lambda: Notes(shared).put_back) if shared else contextlib.nullcontext():
+                ranks = simulate(runs, plan.p, plan)
         except RuntimeError as error:
             raise DifferentValuesError(str(error)) from error
     for rank, (runs_of_rank, of_rank) in enumerate(ranks):
-        flat = [run_ for runs_ in wanted for run_ in runs_]
-        for expected, got in zip(flat, runs_of_rank, strict=True):
+        for expected, got in zip(wanted, runs_of_rank, strict=True):
             size, name = compare_runs(expected, got, of_rank)
             if not size <= bound:
                 raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
@@ -340,25 +369,62 @@ def _no_garbage() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _reference(reduced: nn.Module, whole: Plan, calls: Any, modes: Any, apply: Apply) -> list[list[RunResults]]:
-    """The runs of the unsharded model; none for calls after the first that it does not accept."""
+def _reference(
+    reduced: nn.Module, whole: Plan, calls: list[tuple[str, Any]], apply: Apply
+) -> tuple[list[Run], list[RunResults]]:
+    """Runs the unsharded model in all modes; returns the runs that it accepts, and their results.
 
-    def runs(rank: int, group: Any) -> list[list[RunResults]]:
-        model = copied_model(reduced)
-        apply(whole, model, group)
-        return [[_in_mode(model, call, *mode) for mode in modes] for _, call in calls]
-
+    Raises:
+        UnprovenError: it accepts no run of training, or none of its example. DifferentValuesError: it does without the
+            layers and masks of ``whole``.
+    """
+    modes = [(training, backward) for training in (True, False) for backward in (True, False)]
+    runs = [Run(call, *mode) for _, call in calls for mode in modes]
     try:
-        return simulate(runs, 1)[0]
-    except RuntimeError:
-        # The example itself must run: its error is the reason why nothing is proven
-        if len(calls) == 1:
-            raise
-    return [*_reference(reduced, whole, calls[:1], modes, apply), []]  # the other call is one that it does not accept
+        return _accepted(reduced, runs, calls[0][1], lambda model, group: apply(whole, model, group))
+    except UnprovenError as error:
+        try:
+            _accepted(reduced, runs, calls[0][1], lambda model, group: model)
+        except UnprovenError:
+            raise error from None
+        # The model runs, but not with layers of this package
+        raise DifferentValuesError(str(error)) from error
 
 
-def _in_mode(model: nn.Module, call: Any, training: bool, backward: bool) -> RunResults:
-    return run_model(model.train(training), call, backward, full_logits)
+def _accepted(
+    reduced: nn.Module, runs: list[Run], example: Any, prepare: Callable[[nn.Module, Any], object]
+) -> tuple[list[Run], list[RunResults]]:
+    """Runs a model on one rank, without the runs that it does not accept; returns the others and their results.
+
+    Some models reject one sequence in training, a row more, or an argument that requires a gradient."""
+    first_error: Exception | None = None
+
+    def run_all(rank: int, group: Any) -> tuple[list[RunResults], Exception | None]:
+        model = copied_model(reduced)
+        prepare(model, group)
+        results: list[RunResults] = []
+        for run in runs:
+            try:
+                results.append(run(model))
+            except Exception as error:
+                return results, error
+        return results, None
+
+    while any(run.training and run.backward for run in runs) and any(run.call is example for run in runs):
+        try:
+            results, error = simulate(run_all, 1)[0]
+        except RuntimeError as refused:  # by `prepare`
+            raise UnprovenError(f"{type(refused).__name__}: {str(refused)[:200]}") from refused
+        if error is None:
+            return runs, results
+        first_error = first_error or error
+        failed = runs[len(results)]
+        # All runs again, in a new copy: one that fails half-way leaves other buffers
+        if failed.backward and failed.input_gradients:
+            runs = [dataclasses.replace(run, input_gradients=False) for run in runs]
+        else:
+            runs = [run for run in runs if run is not failed]
+    raise UnprovenError(f"{type(first_error).__name__}: {str(first_error)[:200]}") from first_error
 
 
 def layouts_by_name(model: nn.Module) -> dict[str, Any]:

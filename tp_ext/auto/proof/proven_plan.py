@@ -80,10 +80,17 @@ class Prover:
             UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
         p = min(plan.p, MAX_PROVEN_RANKS)
-        for kept in (2, 1):
+        failed: UnprovenError | None = None
+        # All layers: of a model that reads the results of layers by number, or has few parameters anyway
+        for kept in (2, 1, None):
             reduced = shortened(model, kept)
             if bytes_of(reduced, torch.float32) <= budget:
-                return p, reduced, self._runnable(reduced, example, p)
+                try:
+                    return p, reduced, self._runnable(reduced, example, p)
+                except UnprovenError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
         # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
         copies = any(part.copies > 1 for sharding in plan.shardings.values() for part in sharding.parts)
         for kept in (2, 1):

@@ -145,6 +145,26 @@ class Record:
         self.dims[id(tensor)] = dims
         self.kept.append(tensor)
 
+    def move(self, tensor: Tensor, before: Tensor) -> None:
+        """Lets ``before``, an alias of a tensor with its old shape, stand for it in what was recorded: an operator has
+        given the tensor another shape in place. Calls from Python keep it, since they are compared by later shapes."""
+
+        def moved(t: Tensor) -> Tensor:
+            return before if t is tensor else t
+
+        self.put(before, self.dims.pop(id(tensor), [[Atom(n)] for n in before.shape]))
+        for step in self.steps:
+            step.inputs, step.outputs = [*map(moved, step.inputs)], [*map(moved, step.outputs)]
+        for pairs in (self.inputs, *(pairs for call in self.calls for pairs in (call.inputs, call.outputs))):
+            pairs[:] = [(path, moved(t)) for path, t in pairs]
+        table: dict[int, Any]
+        for table in (self.maker, self.writes, self.factories, self.functions, self.parameters, self.buffers):
+            if id(tensor) in table:
+                table[id(before)] = table.pop(id(tensor))
+        for group in (self.differentiable, self.from_inputs):
+            if id(tensor) in group:
+                group.add(id(before))
+
     def add(self, op: OperatorCall, is_loss: bool = False) -> None:
         """Adds an operator whose rule has been applied."""
         # A rule may leave a second output without dims: it gets new ones, which nothing relates to the inputs

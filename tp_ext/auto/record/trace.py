@@ -53,8 +53,10 @@ class _OperatorRules(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         record = self.record
+        # Such as squeeze_, which changes the shape of its argument: the rule reads the shape before it
+        before = torch.ops.aten.alias(args[0]) if torch.Tag.inplace_view in func.tags else None
+        result = func(*args, **kwargs)
         # Without a rule: its result is a number, and an operator without a tensor as its result is no step
         if func._schema.name == READ and not record.paused:
             self.read(args[0])
@@ -69,10 +71,10 @@ class _OperatorRules(TorchDispatchMode):
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
                 op = OperatorCall(name, args, kwargs, inputs, outputs, record, reason)
-                try:
-                    rule_of(func, self.rules)(op)
-                except (AttributeError, IndexError, KeyError, TypeError):  # arguments that the rule does not know
-                    no_rule(op)
+                if before is not None:
+                    record.move(args[0], before)
+                    op.name, op.inputs = name.removesuffix("_"), [before, *inputs[1:]]
+                self.apply_rule(func, op)
                 # A sum over a sharded atom in a backward has no boundary of a module at which it is completed
                 if record.is_examined:
                     pin(op.contracted, reason)
@@ -82,6 +84,16 @@ class _OperatorRules(TorchDispatchMode):
                 elif inputs:
                     record.add(op)
         return result
+
+    def apply_rule(self, func: Any, op: OperatorCall) -> None:
+        """Applies the rule of an operator. What a rule of this package does not fit is pinned: the arguments are none
+        that it knows; a rule of the user's that does not fit is an error."""
+        try:
+            rule_of(func, self.rules)(op)
+        except Exception:
+            if func._schema.name in self.rules:
+                raise
+            no_rule(op)
 
     def read(self, tensor: Tensor) -> None:
         """Records that code reads a tensor of one element as a number, which must be no term of a sum over ranks."""

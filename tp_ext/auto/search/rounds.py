@@ -214,6 +214,9 @@ class Planner:
                     roles[owner] = "attention"
                 if attribute != "weight" or owner not in self.used_in.get(cut.id, ()):
                     continue
+                weight = module._parameters[attribute]
+                if weight is None or not weight.is_floating_point():
+                    continue  # sharded in place, as all others: layers multiply and look up no complex numbers
                 # Sharded in place: a subclass with its own forward, and one called with `input=`, no name of the layers
                 if type(module).forward is nn.Linear.forward and owner not in self.called_by_name:
                     roles[owner] = "column" if dim == 0 else "row"
