@@ -11,8 +11,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -300,7 +301,7 @@ def trace(
         modes.append(_OperatorRules(record, rules or {}))
     if mode is not None:
         modes.append(mode)
-    with unchanged(model), contextlib.ExitStack() as stack:
+    with unchanged(model), _quiet_fakes(), contextlib.ExitStack() as stack:
         _watch(model, record, operators)
         stack.enter_context(plain_paths())
         for entered in modes:
@@ -318,6 +319,17 @@ def trace(
     if operators:
         pin_unused(record)
     return record
+
+
+@contextlib.contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Keeps torch from logging the exceptions of fakes: sizes are tried, and what fails for good is reported."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def pin_unused(record: Record) -> None:

@@ -45,6 +45,11 @@ class _Seen:
     wrong: dict[str, int]  # module -> sizes that its code gives wrong
     sizes: SizesByModule
 
+    def effect(self) -> tuple[Any, ...]:
+        """What integers change: the sizes of the code, and where it stops."""
+        text = self.mismatch.text if self.mismatch is not None else ""
+        return self.left, text, self.wrong, self.sizes
+
     def score(self, changed: set[str]) -> tuple[int, int]:
         """Calls that were not reached, and sizes that are wrong in modules whose sizes are not changed."""
         return self.left, sum(number for name, number in self.wrong.items() if name not in changed)
@@ -64,6 +69,7 @@ class IntegerSearch:
         self.values_of_decisions: dict[tuple[int, ...], dict[int, list[int]]] = {}
         self.seen: dict[PatchesKey, _Seen] = {}
         self.changed = set(before.sizes) if before is not None else set()
+        self.idle: set[str] = set()  # integers that changed nothing
         self.first = localized.runs
 
     def find(self) -> Local:
@@ -101,7 +107,7 @@ class IntegerSearch:
         """The first set with nothing wrong; else the best that was seen."""
         # Breaks ties in the heap, whose sets cannot be compared
         order = itertools.count()
-        heap: list[tuple[tuple[int, int], int, int, _Seen, Iterator[Patches]]] = []
+        heap: list[tuple[tuple[int, int], int, int, _Seen, Iterator[tuple[str, Patches]]]] = []
 
         def push(state: _Seen) -> None:
             number = sum(map(len, _attributes(state.patches).values()))
@@ -114,13 +120,17 @@ class IntegerSearch:
         while heap and best.score(self.changed) != (0, 0) and not self.is_over(best):
             # The best set stays in the heap: its other trials wait while a child of it is better
             trials = heap[0][-1]
-            patches = next((trial for trial in trials if _key(trial) not in tried), None)
+            integer, patches = next((trial for trial in trials if _key(trial[1]) not in tried), ("", None))
             if patches is None:
                 heapq.heappop(heap)
                 continue
             tried.add(_key(patches))
             child = self.observed(patches)
-            push(child)
+            # An integer that changes nothing is not read by forward: with others it would be tried in every combination
+            if child.effect() != heap[0][3].effect():
+                push(child)
+            else:
+                self.idle.add(integer)
             best = min(best, child, key=lambda run: run.score(self.changed))
         if best.mismatch is not None and self.is_over(best):
             text = f"{best.mismatch.text}; no integers found in {self.max_runs} runs"
@@ -191,9 +201,9 @@ class IntegerSearch:
                 patches.setdefault(n, {})[a] = old, value[a, old, tuple(self.values(n).get(old, [old]))]
             yield patches
 
-    def trials(self, state: _Seen) -> Iterator[Patches]:
-        """Sets with one integer more: of the first module that has something wrong, or of the modules around it, and of
-        all of their class."""
+    def trials(self, state: _Seen) -> Iterator[tuple[str, Patches]]:
+        """Sets with one integer more, each with the class and name of that: of the first module that has something
+        wrong, or of the modules around it, and of all of their class."""
         wrong = [n for n in state.wrong if n not in self.changed]
         name = state.mismatch.module if state.mismatch is not None else wrong[0] if wrong else None
         if name is None:
@@ -202,8 +212,10 @@ class IntegerSearch:
         for holder in around:
             done = state.patches.get(holder, {})
             for attribute, value in integers(self.module(holder)):
+                integer = f"{type(self.module(holder)).__qualname__}.{attribute}"
                 for new in self.values(holder).get(value, ()) if attribute not in done else ():
-                    yield self.with_integer(state.patches, holder, attribute, value, new)
+                    if integer not in self.idle:
+                        yield integer, self.with_integer(state.patches, holder, attribute, value, new)
 
     def with_integer(self, patches: Patches, holder: str, attribute: str, value: int, new: int) -> Patches:
         """Patches with an integer more. Modules of the same class have other widths: each has its own number there, and
