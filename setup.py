@@ -179,7 +179,7 @@ if not PROBLEM:
         requirement = f"torch=={TORCH.major}.{TORCH.minor}.*"
 setuptools.setup(
     # torch moves objects between ranks by numpy: checkpoints and debug.check need it
-    install_requires=[requirement, "numpy>=1.26", "safetensors>=0.4.3"],
+    install_requires=[requirement, "numpy>=1.26", "safetensors>=0.4.3", "tqdm>=4.66"],
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExt},
 )

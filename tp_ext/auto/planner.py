@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tp_ext.auto import progress
 from tp_ext.auto.argument_checks import check_example, check_is_no_layer, check_plan_options, check_planned_model
 from tp_ext.auto.check_applied import WHOLE_BY_HINT
 from tp_ext.auto.execute import apply_quietly
@@ -92,21 +93,37 @@ def plan(
     check_is_no_layer(model)
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     check_hints(model, options.hints)
-    record = traced(model, example, user_rules)
-    planner = Planner(model, example, p, record, options)
-    if invariant_blocks is not None and p != (fewest := min(2, invariant_blocks)):
-        # What is sharded must not depend on p: what two ranks shard
-        of_two = Planner(model, example, fewest, record, options)
-        planner.only = _shared(_decided(of_two, prove, user_rules, budget), p)
-    result = _decided(planner, prove, user_rules, budget)
-    if planner.only is not None:
-        _check_same(planner.only, result)
-    if prove is False:
-        result.proofs = []
+    with progress.shown():
+        result, planner = _planned(model, example, p, user_rules, options, prove, budget)
     result.rules = dict(rules or {})
     _check_sharded(result, planner, strict)
     _check_proof(result, strict)
     return result
+
+
+def _planned(
+    model: nn.Module,
+    example: Any,
+    p: int,
+    rules: Mapping[str, Rule],
+    options: PlanOptions,
+    prove: str | bool,
+    budget: float,
+) -> tuple[Plan, Planner]:
+    """Returns the plan of arguments that have been checked, and what has made it."""
+    progress.step("tracing the model")
+    record = traced(model, example, rules)
+    planner, blocks = Planner(model, example, p, record, options), options.invariant_blocks
+    if blocks is not None and p != (fewest := min(2, blocks)):
+        # What is sharded must not depend on p: what two ranks shard
+        of_two = Planner(model, example, fewest, record, options)
+        planner.only = _shared(_decided(of_two, prove, rules, budget), p)
+    result = _decided(planner, prove, rules, budget)
+    if planner.only is not None:
+        _check_same(planner.only, result)
+    if prove is False:
+        result.proofs = []
+    return result, planner
 
 
 def replan_in_blocks(of: Plan, model: nn.Module, blocks: int) -> Plan:

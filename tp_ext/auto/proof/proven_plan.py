@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tp_ext.auto import progress
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import (
     MAX_PROVEN_RANKS,
@@ -172,6 +173,7 @@ class Prover:
         if not plan.shardings:
             return ""
         whole = for_one_rank(plan, self.modules)
+        progress.step(f"running {len(only)} sharded parameters on {self.p} ranks")
         failed: Exception | None = None
         for dtype in self.dtypes:
             try:
@@ -199,6 +201,7 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
         options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only)
         part = Planner(model, example, p, record, options)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
+        part.local = planner.local and planner.local.of(part.modules)  # tried first: equal code has equal integers
         return part
 
     return Prover(planner.model, planner.example, plan, planner_of, budget, apply)

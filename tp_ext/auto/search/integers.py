@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,11 @@ class Local:
 
     patches: Patches = field(default_factory=dict)
     sizes: SizesByModule = field(default_factory=dict)
+
+    def of(self, modules: Container[str]) -> Local:
+        """Returns those of some modules."""
+        patches = {name: changes for name, changes in self.patches.items() if name in modules}
+        return Local(patches, {name: calls for name, calls in self.sizes.items() if name in modules})
 
 
 @dataclass

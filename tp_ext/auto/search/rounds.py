@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tp_ext.auto import progress
 from tp_ext.auto.record.dims import Atom, atoms, contains, length
 from tp_ext.auto.record.edits import Copy, Draw, Output
 from tp_ext.auto.record.forwards import looks_up
@@ -66,6 +67,7 @@ class Planner:
         self.only = options.only
         self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
+        self.local: Local | None = None  # integers of a rank in the last plan, or in that of a larger model
         self.model, self.example, self.p, self.record = model, example, p, record
         self.hints, self.budget, self.blocks = options.hints, options.memory_budget, options.invariant_blocks
         self.sequence_parallel, self.proves_tokens = options.sequence_parallel, bool(options.sequence_parallel)
@@ -107,6 +109,7 @@ class Planner:
     def decide(self) -> Plan:
         """Decides until flow and proof accept; each round replicates what they refuse, and notes the reason."""
         for number in itertools.count():
+            progress.step(f"round {number + 1} of what is sharded over {self.p} ranks")
             state = self.state()
             try:
                 problem = next(iter(state.flow.problems), None)
@@ -312,7 +315,7 @@ class Planner:
         for rank in range(self.p):
             key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
-                before = next(iter(searched.values()), None)
+                before = next(iter(searched.values()), self.local)
                 searched[key] = integers = IntegerSearch(localized, rank, before).find()
                 proofs[key] = digest(localized.calls(rank, integers.patches, integers.sizes))
             state.local[rank] = searched[key]
@@ -386,6 +389,7 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         self.together = [list(decision.parameters) for decision in state.decisions]
+        self.local = state.local.get(0)
         names = [name for name, _ in self.record.parameters.values()]
         plan = Plan(
             p=self.p,

@@ -1,0 +1,356 @@
+"""The proof by values: what code keeps outside of modules, what cannot be run in every mode, and what it says then."""
+
+import copy
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.helpers.same_gradients import same_gradients
+from tests.helpers.simulated import run
+from tp_ext import auto
+from tp_ext.auto.search.localize import Localized
+from tp_ext.debug import simulate
+
+WIDTH = 8
+ALL = ["down.weight", "up.bias", "up.weight"]
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def compare(group: Any, model: nn.Module, example: Any) -> list[str]:
+    """Plans, applies, and compares outputs and all gradients; returns what is sharded."""
+    plan = auto.plan(model, example, group.size())
+    assert plan.proof == "values" or group.size() == 1, plan.proof
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    outputs = []
+    for each in (model, sharded):
+        outputs.append(each(*example))
+        torch.view_as_real(outputs[-1] * (1 + 2j)).sum().backward()
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-11, atol=1e-12)
+    same_gradients(model, sharded, rtol=1e-10, atol=1e-12)
+    return sorted(plan.shardings)
+
+
+# ---------------------------------------------------------------- what code keeps
+
+
+def by_lru_cache(function: Callable) -> Callable:
+    cached = functools.lru_cache(maxsize=4)(function)
+    return functools.wraps(function)(lambda *args: cached(*args))
+
+
+def by_dict(function: Callable) -> Callable:
+    kept: dict[Any, Tensor] = {}
+
+    def called(*args: Any) -> Tensor:
+        if args not in kept:
+            kept[args] = function(*args)
+        return kept[args]
+
+    return called
+
+
+def by_variable(function: Callable) -> Callable:
+    kept = None
+
+    def called(*args: Any) -> Tensor:
+        nonlocal kept
+        if kept is None:
+            kept = function(*args)
+        return kept
+
+    return called
+
+
+def steps(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float64)[:, None] / n
+
+
+class Keeper:
+    """No module, among the globals."""
+
+
+KEEPER, TABLE = Keeper(), None
+steps_by_lru_cache, steps_by_dict, steps_by_variable = by_lru_cache(steps), by_dict(steps), by_variable(steps)
+
+
+def in_default(n: int, kept: dict[int, Tensor] = {}) -> Tensor:  # noqa: B006
+    return kept.setdefault(n, steps(n))
+
+
+def in_global(n: int) -> Tensor:
+    global TABLE
+    TABLE = steps(n) if TABLE is None else TABLE
+    return TABLE
+
+
+def in_function(n: int) -> Tensor:
+    in_function.table = getattr(in_function, "table", None)
+    if in_function.table is None:
+        in_function.table = steps(n)
+    return in_function.table
+
+
+def in_object(n: int) -> Tensor:
+    if not hasattr(KEEPER, "table"):
+        KEEPER.table = steps(n)
+    return KEEPER.table
+
+
+class Class:
+    pass
+
+
+def in_class(n: int) -> Tensor:
+    if not hasattr(Class, "table"):
+        Class.table = steps(n)
+    return Class.table
+
+
+class Keeping(Base):
+    def __init__(self, table: Callable) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.table(x.shape[1]))
+
+
+class ByMethod(Base):
+    @by_lru_cache
+    def of_class(self, n: int) -> Tensor:
+        return steps(n)
+
+    @by_dict
+    def of_closure(self, n: int) -> Tensor:
+        return steps(n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.of_class(x.shape[1]) + self.of_closure(x.shape[1]))
+
+
+TABLES = [
+    steps_by_lru_cache, steps_by_dict, steps_by_variable, in_default, in_global, in_function, in_object, in_class,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("table", [*TABLES, None], ids=lambda f: getattr(f, "__qualname__", "methods"))
+def test_a_model_may_keep_tensors_anywhere(table: Callable | None, has_run: bool):
+    torch.manual_seed(0)
+    model: nn.Module = Keeping(table).double() if table else ByMethod().double()
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    if has_run:
+        expected = model(x)
+    plan = auto.plan(model, (x,), 2)
+    assert plan.proof == "values" and sorted(plan.shardings) == ALL
+    output = model(x)  # on real tensors: planning has left nothing
+    assert type(output) is Tensor
+    if has_run:
+        assert torch.equal(output, expected)
+
+
+LENGTHS: dict[int, int] = {}
+
+
+class LengthOfFirstBatch(Base):
+    """Divides by the number of features, which is kept by the length of a batch: on a rank, its own number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        return self.down(h / LENGTHS.setdefault(x.shape[1], h.shape[-1]))
+
+
+def test_a_rank_finds_nothing_that_another_has_kept():
+    plan = auto.plan(LengthOfFirstBatch(), (torch.randn(2, 5, WIDTH),), 2)
+    assert "up.weight" not in plan.shardings and plan.why("up.weight").count("values differ") == 1
+    assert not LENGTHS
+
+
+# ---------------------------------------------------------------- what does not run in every mode
+
+
+class IntegerSum(Base):
+    """Sums of an argument in integers raise if it requires a gradient."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.mlp(x) * mask.sum(dim=1, dtype=torch.int)[:, None]
+
+
+class Normalised(Base):
+    """In training it takes no batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+class ByNumber(nn.Module):
+    """Reads the results of layers by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Base() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [x]
+        for layer in self.layers:
+            results.append(results[-1] + layer.mlp(results[-1]))
+        return results[4] + results[5]
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 24, dtype=torch.cdouble)
+        self.down = nn.Linear(24, WIDTH, dtype=torch.cdouble)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+X = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+MODELS = [
+    (IntegerSum, (X, torch.ones(3, 5)), 3),
+    (Normalised, (X[:1],), 5),
+    (ByNumber, (X,), 15),
+    (Complex, (X + 1j,), 3),
+]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize(("made", "example", "number"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_runs_in_some_modes_is_proven_in_these(made: Any, example: Any, number: int, p: int):
+    torch.manual_seed(0)
+    model = made() if made is Complex else made().double()
+    if made is Normalised:
+        model.eval()
+    sharded = run(compare, p, model, example)[0]
+    assert len(sharded) == (number if p > 1 else len(sharded)), sharded
+
+
+# ---------------------------------------------------------------- shapes in place, rules that do not fit
+
+
+class Power(Base):
+    """The largest singular value, by hand: a vector times a matrix is a product whose result is squeezed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("u", torch.ones(24))
+        self.register_buffer("v", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(F.linear(x, self.up.weight / (self.u @ self.up.weight @ self.v), self.up.bias)))
+
+
+class InPlace(Base):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.change(F.gelu(self.up(x)).clone()).reshape(x.shape[0], -1))
+
+
+CHANGES = {
+    "unsqueeze_": lambda h: h.unsqueeze_(1),
+    "squeeze_": lambda h: h[:, None].clone().squeeze_(1) * 2,
+    "t_": lambda h: (h.t_() * 2).t(),
+    "transpose_": lambda h: (h.transpose_(0, 1) + 1).transpose(0, 1),
+    "swapaxes_": lambda h: (h.swapaxes_(0, 1) + 1).transpose(0, 1),
+    "as_strided_": lambda h: h.as_strided_(h.shape, h.stride()) + 1,
+}
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("name", ["power", *CHANGES])
+def test_operators_that_change_a_shape_in_place(name: str, p: int):
+    torch.manual_seed(0)
+    model = (Power() if name == "power" else InPlace(CHANGES[name])).double()
+    plan = auto.plan(model, (X,), p)
+
+    def on_rank(rank: int, group: Any) -> None:
+        sharded, dense = auto.apply(plan, copy.deepcopy(model), group), copy.deepcopy(model)
+        for each in (dense, sharded):
+            each(X).square().sum().backward()
+        torch.testing.assert_close(sharded(X), dense(X), rtol=1e-11, atol=1e-12)
+        same_gradients(dense, sharded, rtol=1e-10, atol=1e-12)
+
+    simulate(on_rank, p)
+    assert (sorted(plan.shardings) == ALL) == (name not in ("power", "as_strided_"))
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_values_that_are_not_proven_are_a_warning_and_with_strict_an_error():
+    example = (torch.randn(3, WIDTH),)
+    model = nn.Sequential(nn.Linear(WIDTH, 24, bias=False), nn.GELU(), nn.Linear(24, WIDTH, bias=False))
+    with pytest.warns(UserWarning, match="not proven, its shapes alone: one layer .* than budget"):
+        plan = auto.plan(model, example, 2, budget=1)
+    assert plan.proof.startswith("shapes: ")
+    with pytest.raises(ValueError, match=r'strict: the values .* not proven.*; prove="shapes" asks for no'):
+        auto.plan(model, example, 2, budget=1, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        auto.plan(model, example, 2, prove="shapes", strict=True)
+        auto.plan(model, example, 2, strict=True)
+
+
+class Heads(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).view(x.shape[0], self.heads, 6)
+        return self.down((h + torch.ones(x.shape[0], self.heads, 1, dtype=h.dtype)).flatten(1))
+
+
+def test_torch_logs_nothing_while_sizes_are_tried(monkeypatch: pytest.MonkeyPatch):
+    logged: list[Any] = []
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(logger, "handle", logged.append)
+    plan = auto.plan(Heads().double(), (X,), 2)
+    assert sorted(plan.shardings) == ALL and not logged and not logger.disabled
+
+
+def test_integers_that_forward_does_not_read_are_tried_once(monkeypatch: pytest.MonkeyPatch):
+    """Seven of them would be tried in all combinations, until the limit of runs."""
+
+    class Numbers(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            shape = (x.shape[0], 24 // 6, 6)  # no integer of the module helps
+            return self.down(F.gelu(self.up(x).view(shape)).flatten(1))
+
+    model, runs = Numbers().double(), 0
+    for i in range(7):
+        setattr(model, f"unused_{i}", 24)
+    original = Localized.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(Localized, "run", counted)
+    plan = auto.plan(model, (X,), 2, prove="shapes")
+    assert sorted(plan.shardings) == ALL and plan.sizes and runs < 40
