@@ -157,8 +157,8 @@ class Record:
             step.inputs, step.outputs = [*map(moved, step.inputs)], [*map(moved, step.outputs)]
         for pairs in (self.inputs, *(pairs for call in self.calls for pairs in (call.inputs, call.outputs))):
             pairs[:] = [(path, moved(t)) for path, t in pairs]
-        table: dict[int, Any]
-        for table in (self.maker, self.writes, self.factories, self.functions, self.parameters, self.buffers):
+        tables: list[dict[int, Any]] = [self.maker, self.writes, self.factories, self.functions]
+        for table in [*tables, self.parameters, self.buffers]:
             if id(tensor) in table:
                 table[id(before)] = table.pop(id(tensor))
         for group in (self.differentiable, self.from_inputs):
