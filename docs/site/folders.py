@@ -16,6 +16,6 @@ def on_files(files, config):
     for section in config.nav:
         (entries,) = section.values()
         if isinstance(entries, list):
-            folder = os.path.dirname(entries[0])
+            folder = os.path.dirname(next(pages(entries)))  # the first may be a heading with pages of its own
             entries += [path for path in unlisted if os.path.dirname(path) == folder]
     return files

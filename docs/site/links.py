@@ -1,4 +1,5 @@
-"""A hook of MkDocs: after the build, every link, image and anchor of the finished pages must lead somewhere.
+"""A hook of MkDocs: after the build, every link, image and anchor of the finished pages must lead somewhere, and no
+page may load a script or a style from another host.
 
 MkDocs itself checks the Markdown. This sees the pages made from docstrings, too. Links to other sites are checked by
 their syntax only, since the build needs no network.
@@ -17,25 +18,26 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.addresses, self.anchors = set(), {""}
+        self.addresses, self.anchors, self.loaded = set(), {""}, set()
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.anchors |= {attributes[name] for name in ("id", "name") if attributes.get(name)}
         self.addresses |= {attributes[name] for name in ("href", "src") if attributes.get(name)}
+        if tag == "script" or (tag == "link" and attributes.get("rel") == "stylesheet"):
+            self.loaded |= {attributes[name] for name in ("href", "src") if attributes.get(name)}
 
 
 def problems(site):
-    """(page, address) of every link that leads nowhere."""
+    """(page, address) of every link that leads nowhere, and of what is loaded from another host."""
     pages = {path.resolve(): Page(path.read_text()) for path in sorted(Path(site).rglob("*.html"))}
     for path, page in pages.items():
         for address in sorted(page.addresses):
             parts = urlsplit(address)
             if parts.scheme or parts.netloc:
-                if parts.scheme not in ("http", "https", "mailto") or (
-                    parts.scheme != "mailto" and "." not in parts.netloc
-                ):
+                is_web = parts.scheme in ("http", "https") and "." in parts.netloc and address not in page.loaded
+                if not is_web and parts.scheme != "mailto":
                     yield path, address
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path

@@ -56,11 +56,12 @@ def test_every_public_name_is_on_one_page_of_the_api():
 
 
 def test_an_unlisted_page_is_appended_to_the_section_of_its_folder():
-    nav = [{"Home": "index.md"}, {"Guide": ["guide/b.md", "guide/a.md"]}, {"Development": ["develop/z.md"]}]
+    guide = [{"Begin": ["guide/b.md"]}, "guide/a.md"]
+    nav = [{"Home": "index.md"}, {"Guide": guide}, {"Development": ["develop/z.md"]}]
     pages = ["develop/new.md", "develop/z.md", "guide/a.md", "guide/b.md", "index.md", "other/page.md"]
     files = SimpleNamespace(documentation_pages=lambda: [SimpleNamespace(src_uri=page) for page in pages])
     hook("folders").on_files(files, SimpleNamespace(nav=nav))
-    assert nav[1:] == [{"Guide": ["guide/b.md", "guide/a.md"]}, {"Development": ["develop/z.md", "develop/new.md"]}]
+    assert nav[1:] == [{"Guide": guide}, {"Development": ["develop/z.md", "develop/new.md"]}]
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,12 @@ def test_a_link_that_leads_nowhere_is_found(address, right, tmp_path):
     (tmp_path / "b.html").write_text('<h1 id="there">b</h1>')
     found = list(hook("links").problems(tmp_path))
     assert found == ([] if right else [((tmp_path / "a.html").resolve(), address)])
+
+
+@pytest.mark.parametrize("tag", ['<script src="{}"></script>', '<link rel="stylesheet" href="{}">'])
+def test_what_a_page_loads_from_another_host_is_found(tag, tmp_path):
+    (tmp_path / "own.js").touch()
+    page = (tmp_path / "a.html").resolve()
+    for address, right in (("own.js", True), ("https://example.org/x.js", False)):
+        page.write_text(tag.format(address))
+        assert list(hook("links").problems(tmp_path)) == ([] if right else [(page, address)])
