@@ -141,7 +141,8 @@ def load_full_state_dict(
 
 def check_state(state: Mapping[str, Any], entries: Mapping[str, WholeEntry], strict: bool) -> list[str]:
     """Checks ``state`` against the model's entries; returns the keys to be loaded, in the order of ``entries``."""
-    missing, unexpected = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys())
+    # By text: a file of others may have keys of several types
+    missing, unexpected = (sorted(a.keys() - b.keys(), key=str) for a, b in ((entries, state), (state, entries)))
     if strict and (missing or unexpected):
         raise KeyError(f"state: missing keys {missing}, unexpected keys {unexpected}")
     known = [name for name in entries if name in state]

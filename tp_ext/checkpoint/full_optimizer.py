@@ -144,6 +144,37 @@ def load_full_optimizer_state_dict(
     own.held.load(states, planned["param_groups"])
 
 
+def with_names(saved: Any, names: list[list[str]], where: str) -> StateDict:
+    """Returns a state of ``torch.optim``, as a file has it, with names in place of the numbers of parameters, which
+    follow one another in its parameter groups.
+
+    Args:
+        names: of the parameters of each group. where: the beginning of each message, with the file.
+
+    Raises:
+        ValueError: it is no such state, or has other numbers of parameters.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    if not (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and isinstance(saved.get("state"), dict)
+        and all(isinstance(entry, dict) for entry in saved["state"].values())
+    ):
+        raise ValueError(f"{where} must have the state of an optimizer, with the dicts 'state' and 'param_groups'")
+    lengths = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"{where} is of another optimizer: sizes of parameter groups {lengths[1]}, here {lengths[0]}")
+    numbers = [number for group in groups for number in group["params"]]
+    if not all(isinstance(number, int) for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(f"{where} must have each parameter of its optimizer once, as a number")
+    name_of = dict(zip(numbers, [name for group in names for name in group], strict=True))
+    if unknown := [number for number in saved["state"] if number not in name_of]:
+        raise ValueError(f"{where} has a state of the parameter {unknown[0]!r:.200}, which no parameter group has")
+    named = [{**group, "params": parameters} for group, parameters in zip(groups, names, strict=True)]
+    return {"state": {name_of[number]: entry for number, entry in saved["state"].items()}, "param_groups": named}
+
+
 class _Own:
     """The parameters of this rank's optimizer, by their names in the unsharded model, and those that are copies of
     another one of them."""

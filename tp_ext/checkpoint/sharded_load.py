@@ -131,14 +131,21 @@ def _load(
     _check_keys(set(flat), saved, process_group)
     # Each rank sees its own entries, so what one finds all raise
     call_on_all_ranks(process_group, lambda: _check_entries(flat, metadata))
-    # Entries that are no tensors come first: if one is refused, no tensor has been written
+    read_values(flat, reader, process_group, into.check_options)
+    call_on_all_ranks(process_group, into.put_back)
+
+
+def read_values(
+    flat: StateDict, reader: StorageReader, process_group: ProcessGroup | None, check: Callable[[], None]
+) -> None:
+    """Reads the tensors of a flat state dict in place, after it has replaced the other values and called ``check``: if
+    one of these is refused, no tensor has been written."""
     plain = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
     tensors = {key: value for key, value in flat.items() if isinstance(value, Tensor)}
     _read(plain, reader, process_group)
     flat |= plain
-    call_on_all_ranks(process_group, into.check_options)
+    call_on_all_ranks(process_group, check)
     _read(tensors, reader, process_group)
-    call_on_all_ranks(process_group, into.put_back)
 
 
 def _check_keys(wanted: set[str], saved: set[str], process_group: ProcessGroup | None) -> None:

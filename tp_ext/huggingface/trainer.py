@@ -15,11 +15,13 @@ from torch import nn
 
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
-from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict
+from tp_ext.checkpoint.files.plain_values import read_saved
+from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict, with_names
 from tp_ext.huggingface.accelerator import check_sharded_over_all, share_batches
 from tp_ext.huggingface.load import load_weights
 from tp_ext.huggingface.save import save_pretrained
 
+ARGUMENT = "resume_from_checkpoint"
 OPTIMIZER = "tp_ext_optimizer"
 FOREIGN_OPTIMIZER = "optimizer.pt"  # of transformers.Trainer in one process
 SCHEDULER = "scheduler.pt"
@@ -111,7 +113,9 @@ class Trainer(transformers.Trainer):
                 )
             return
         schedule = os.path.join(checkpoint, SCHEDULER)
-        self.lr_scheduler.load_state_dict(self._on_all_ranks(lambda: _read_dict(schedule, ("last_epoch",))))
+        self.lr_scheduler.load_state_dict(
+            self._on_all_ranks(lambda: read_saved(Path(schedule), ARGUMENT, ("last_epoch",)))
+        )
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
         return call_on_all_ranks(dist.group.WORLD if self._ranks > 1 else None, act)
@@ -139,34 +143,15 @@ def _kind_of(checkpoint: Path) -> str | None:
     return None
 
 
-def _read_dict(path: str, keys: tuple[str, ...], mmap: bool = False) -> dict[str, Any]:
-    """Reads a file of ``torch.save``, whose errors do not name it; it must be a dict with some keys."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"resume_from_checkpoint: {path!r} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(state, dict) or not state.keys() >= set(keys):
-        raise ValueError(f"resume_from_checkpoint: {path!r} must hold a dict with {sorted(keys)}")
-    return state
-
-
 def _named(path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[str, Any]:
     """The state of an optimizer of the unsharded model, with names in place of the numbers of parameters.
 
     torch numbers them in the order of the parameter groups, which is that of the model: the sharded one has it, too."""
     # Mapped: each rank reads its shards, and p copies of the full state would not fit the host
-    saved = _read_dict(path, ("state", "param_groups"), mmap=True)
-    for what, current, other in (
-        ("sizes of parameter groups", [len(g) for g in groups], [len(g["params"]) for g in saved["param_groups"]]),
-        ("options", *(sorted(g[0].keys() - OPTIONAL) for g in (optimizer.param_groups, saved["param_groups"]))),
-    ):
-        if current != other:
-            raise ValueError(
-                f"resume_from_checkpoint: {path!r} is of another optimizer: {what} {other}, here {current}"
-            )
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, [name for names in groups for name in names], strict=True))
-    named = [{**group, "params": names} for group, names in zip(saved["param_groups"], groups, strict=True)]
-    return {"state": {name_of[number]: entry for number, entry in saved["state"].items()}, "param_groups": named}
+    saved = read_saved(Path(path), ARGUMENT, ("state", "param_groups"), mmap=True)
+    where = f"{ARGUMENT}: {path!r}"
+    named = with_names(saved, groups, where)
+    options = [sorted(group[0].keys() - OPTIONAL) for group in (optimizer.param_groups, named["param_groups"]) if group]
+    if options[0] != options[-1]:
+        raise ValueError(f"{where} is of another optimizer: options {options[-1]}, here {options[0]}")
+    return named

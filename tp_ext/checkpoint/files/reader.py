@@ -20,6 +20,7 @@ from tp_ext.checkpoint.files.atomic_directory import backup_path
 from tp_ext.checkpoint.files.entry_files import check_entry
 from tp_ext.checkpoint.files.metadata import file_ends, parse_metadata
 from tp_ext.checkpoint.files.pinned_directory import PinnedDirectory
+from tp_ext.checkpoint.files.plain_values import load_saved
 
 METADATA, EXTRA = ".metadata", "extra.pt"
 _LARGEST = 1 << 30  # bytes of .metadata: some ten million chunks
@@ -182,17 +183,9 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def _extra(self, directory: PinnedDirectory) -> dict[str, Any]:
-        try:
-            with directory.opened(EXTRA) as file:
-                self._verify(EXTRA, file, 0, directory.size(EXTRA))
-                extra = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, pickle.UnpicklingError):
-            raise
-        except Exception as error:  # any error of torch.load for a damaged file
-            raise ValueError(f"{EXTRA}: cannot be loaded: {type(error).__name__}: {error}") from error
-        if not isinstance(extra, dict):
-            raise ValueError(f"{EXTRA}: must hold a dict, not {type(extra).__name__}")
-        return extra
+        with directory.opened(EXTRA) as file:
+            self._verify(EXTRA, file, 0, directory.size(EXTRA))
+            return load_saved(file, f"{EXTRA}:")
 
 
 class PlainPlanner(DefaultLoadPlanner):
