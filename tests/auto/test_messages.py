@@ -54,14 +54,6 @@ def test_wrong_arguments(what: str) -> None:
         call()
 
 
-def test_files_that_are_no_plans(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    for content, words in ((b"\xff", "must be a plan in JSON"), (b'{"version": 6}', "differs in 'buffers'")):
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=words):
-            auto.Plan.load(file)
-
-
 def test_too_many_ranks_name_the_dim_its_factors_and_the_most_that_work() -> None:
     assert f"dim 0 ({3 * WIDTH}) is 3 parts of {HEADS} x 16: p = 5 must be at most 4" in _plan(p=5).why(
         "blocks.0.qkv.weight"

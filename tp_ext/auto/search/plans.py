@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tp_ext._checks import check_int
 from tp_ext.auto.record.edits import (
     Collective,
     Copy,
     DirectCall,
     Draw,
-    Factor,
     Gather,
     LeafPath,
     Output,
@@ -30,9 +31,12 @@ from tp_ext.auto.record.edits import (
 )
 from tp_ext.auto.record.trace import Arguments
 from tp_ext.auto.search import picture
+from tp_ext.checkpoint.files.plain_values import read_json
+from tp_ext.checkpoint.files.typed_values import value_of
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 6
+VERSION = 7
+DIGEST = "sha256"  # of the rest of the file, which is so the plan that was proven
 
 
 @dataclass
@@ -104,61 +108,53 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """A hash of all that the plan does; ranks compare it before they carry it out."""
-        return hashlib.sha256(self._json().encode()).hexdigest()
+        return _digest(self._content())
 
-    def _json(self) -> str:
-        return json.dumps({"version": VERSION, **_plain(self)}, indent=1)
+    def _content(self) -> dict[str, Any]:
+        return {"version": VERSION, **dataclasses.asdict(self)}
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
-        Path(path).write_text(self._json())
+        """Writes the plan as JSON, with the SHA-256 of its content."""
+        content = self._content()
+        Path(path).write_text(json.dumps({DIGEST: _digest(content), **content}, indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan that :meth:`save` wrote.
 
         Raises:
-            ValueError: the file is no plan, or one of another version. OSError: it cannot be read.
+            ValueError: the file is no plan, one of another version, or has been changed. OSError: it cannot be read.
         """
+        content = read_json(path)
+        again = "plan again by tp_ext.auto.plan, and save it"
+        if content.get("version") != VERSION:
+            raise ValueError(f"path: {str(path)!r} must be a plan of version {VERSION}; {again}")
+        if content.pop(DIGEST, None) != _digest(content):
+            raise ValueError(f"path: {str(path)!r} must be a plan as it was saved, and has another content; {again}")
+        del content["version"]
         try:
-            data = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"path: {path} must be a plan in JSON: {error}") from None
-        if not isinstance(data, dict) or data.pop("version", None) != VERSION:
-            raise ValueError(f"path: {path} must be a plan of version {VERSION}")
-        if missing := sorted({attribute.name for attribute in dataclasses.fields(cls)} ^ set(data)):
-            raise ValueError(f"path: {path} must have the fields of a plan, and differs in {missing[0]!r}")
-        # JSON has no tuples: a plan that was read must equal the one that was saved
-        data["shardings"] = {name: _sharding(sharding) for name, sharding in data["shardings"].items()}
-        data["buffers"] = {
-            name: [_sharding(sharding) for sharding in shardings] for name, shardings in data["buffers"].items()
-        }
-        data["copies"] = [
-            Copy(**{**copy, "path": tuple(copy["path"]), "span": None if copy["span"] is None else tuple(copy["span"])})
-            for copy in data["copies"]
-        ]
-        data["sums"] = [Sum(sum_["module"], tuple(sum_["path"])) for sum_ in data["sums"]]
-        data["slices"] = [_slice(slice_) for slice_ in data["slices"]]
-        data["gathers"] = [_gather(gather) for gather in data["gathers"]]
-        data["direct_calls"] = [_direct_call(direct) for direct in data["direct_calls"]]
-        data["refused_inputs"] = [tuple(path) for path in data["refused_inputs"]]
-        data["draws"] = [_draw(draw) for draw in data["draws"]]
-        data["patches"] = {
-            module: {a: (old, tuple(new) if isinstance(new, list) else new) for a, (old, new) in changes.items()}
-            for module, changes in data["patches"].items()
-        }
-        data["sizes"] = {
-            module: [[SizeCall(call["name"], tuple(map(tuple, call["changes"]))) for call in calls] for calls in ranks]
-            for module, ranks in data["sizes"].items()
-        }
-        data["tokens"] = [Tokens(**{**edit, "path": tuple(edit["path"])}) for edit in data["tokens"]]
-        data["collectives"] = [Collective(**collective) for collective in data["collectives"]]
-        data["outputs"] = [
-            Output(**{**output, "shape": tuple(output["shape"]), "local": tuple(output["local"])})
-            for output in data["outputs"]
-        ]
-        data["shapes"] = {name: tuple(shape) for name, shape in data["shapes"].items()}
-        return cls(**data)
+            plan: Plan = value_of(cls, content, "plan")
+            plan._check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"path: {str(path)!r} must be a plan: {error}; {again}") from error
+        return plan
+
+    def _check(self) -> None:
+        """Raises ValueError for values of the right types that no plan has."""
+        check_int(least=1, p=self.p)
+        check_int(least=1, or_none=True, invariant_blocks=self.invariant_blocks)
+        for name, shape in self.shapes.items():
+            if any(n < 0 for n in shape):
+                raise ValueError(f"shapes: {shape} of {name!r} must have no negative number")
+        for name, sharding in self.shardings.items():
+            if name not in self.shapes or not 0 <= sharding.dim < len(self.shapes[name]):
+                raise ValueError(f"shardings: {name!r} must have a shape with dim {sharding.dim}")
+            sharding.local_shape(self.shapes[name], 0, self.p)
+        if self.example is not None:
+            try:
+                undescribed(self.example)
+            except Exception as error:  # whatever torch and Python say of a value of another form
+                raise ValueError(f"example: {reprlib.repr(self.example)} must describe arguments") from error
 
     def local(self) -> list[str]:
         """Returns the names of the modules that have integers, parameters or buffers of a shard."""
@@ -375,36 +371,8 @@ def example_for(plan: Plan, model: nn.Module) -> Any:
     return tree_map(convert, example)
 
 
-def _plain(plan: Plan) -> dict[str, Any]:
-    return dataclasses.asdict(plan)
-
-
-def _sharding(data: dict[str, Any]) -> Sharding:
-    return Sharding(data["dim"], [Part(**part) for part in data["parts"]])
-
-
-def _factor(data: dict[str, Any]) -> Factor:
-    return Factor(tuple(Part(**part) for part in data["parts"]), data["is_minor"])
-
-
-def _slice(data: dict[str, Any]) -> Slice:
-    return Slice(**{**data, "path": tuple(data["path"]), "factor": _factor(data["factor"])})
-
-
-def _gather(data: dict[str, Any]) -> Gather:
-    return Gather(tuple(data["path"]), _sharding(data["sharding"]))
-
-
-def _direct_call(data: dict[str, Any]) -> DirectCall:
-    paths = {kind: tuple(map(tuple, data[kind])) for kind in ("sums", "copies", "partial")}
-    slices, gathers = tuple(map(_slice, data["slices"])), tuple(map(_gather, data["gathers"]))
-    return DirectCall(**{**data, **paths, "slices": slices, "gathers": gathers, "dims": tuple(data["dims"])})
-
-
-def _draw(data: dict[str, Any]) -> Draw:
-    factor = data["factor"] and _factor(data["factor"])
-    shape = data["shape"] and tuple(n and tuple(n) for n in data["shape"])
-    return Draw(**{**data, "factor": factor, "shape": shape})
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
 
 
 def _part_text(part: Part) -> str:

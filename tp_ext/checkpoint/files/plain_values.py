@@ -64,7 +64,8 @@ def read_saved(
     """Returns the dict that ``torch.save`` wrote, on the CPU.
 
     Args:
-        keys: those that it must have. mmap: the tensors are mapped, not read. weights_only: as ``torch.load``; False executes what the file says.
+        keys: those that it must have. mmap: the tensors are mapped, not read.
+        weights_only: as ``torch.load``; False executes what the file says.
 
     Raises:
         OSError: it cannot be read, or is no regular file. pickle.UnpicklingError: it holds more than tensors and plain
