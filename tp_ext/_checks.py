@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+_LIMIT = 1 << 63  # of the integers that torch and C++ hold
+
 
 def check_bool(**values: object) -> None:
     """Raises a TypeError unless the values are True or False."""
@@ -34,10 +36,13 @@ def check_int(*, least: int | None = None, or_none: bool = False, **values: obje
     for name, value in values.items():
         if or_none and value is None:
             continue
-        if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if whole and (least is None or least <= value < _LIMIT):
             continue
         refuse_group(**{name: value})
         other = ", or None" if or_none else ""
+        if whole and value >= _LIMIT:
+            raise ValueError(f"{name}: a number of {value.bit_length()} bits must be an integer below 2^63{other}")
         if least is None:
             raise TypeError(f"{name}: {value!r} must be an integer{other}")
         raise ValueError(f"{name}: {value!r} must be an integer of at least {least}{other}")
@@ -57,9 +62,17 @@ def check_number(
             refuse_group(**{name: value})
             if not bound:
                 raise TypeError(f"{name}: {value!r} must be a number{other}")
-        elif math.isfinite(value) and (least is None or value >= least) and (above is None or value > above):
+        elif is_finite(value) and (least is None or value >= least) and (above is None or value > above):
             continue
-        raise ValueError(f"{name}: {value!r} must be " + (f"a finite number{bound}{other}" if bound else "finite"))
+        raise ValueError(f"{name}: {value!r:.100} must be " + (f"a finite number{bound}{other}" if bound else "finite"))
+
+
+def is_finite(value: float) -> bool:
+    """Returns whether a number is no NaN and within the range of floats."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def check_probability(**values: object) -> None:
@@ -72,8 +85,11 @@ def check_probability(**values: object) -> None:
 
 def check_choice(choices: Iterable[object], /, **values: object) -> None:
     """Raises a ValueError unless the values are among the choices."""
+    known = list(choices)
     for name, value in values.items():
-        if value not in (known := list(choices)):
+        # True and 1.0 equal the number 1, and mean something else
+        numbers = {type(choice) for choice in known} if isinstance(value, int | float) else set()
+        if value not in known or (numbers and type(value) not in numbers):
             raise ValueError(f"{name}: {value!r} must be one of {', '.join(map(str, known))}")
 
 

@@ -69,6 +69,17 @@ def test_a_picture_is_written_if_something_fits(config, tmp_path, capsys):
     assert "<svg" in path.read_text()
 
 
+def test_stages_of_the_best_are_printed_if_values_are_fixed(config, capsys):
+    fixed = ["--gpus", "64", "--device", "b300", "--global-batch", "64", "--layout", "tp=8,pp=8"]
+    assert main(command(config, *fixed)) == 0
+    printed = capsys.readouterr().out
+    machine = planner.cluster("b300", 64)
+    (best, *_) = planner.search(planner.from_config(config), machine, 64, fixed={"tp": [8], "pp": [8]})
+    assert printed.endswith(f"{best}\n") and len(best.memory) == 8
+    assert all(f"\n{stage:5} " in printed for stage in range(8))
+    assert main(command(config, *fixed[:-2])) == 0 and "stage " not in capsys.readouterr().out
+
+
 def test_the_memory_of_the_nearest_is_printed_if_nothing_fits(config, capsys):
     assert main(command(config, "--layout", "pp=2,tp=4,micro_batch=1,schedule=1F1B,zero=1,recompute=full")) == 1
     printed = capsys.readouterr().out

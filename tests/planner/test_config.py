@@ -83,7 +83,7 @@ def test_a_config_file_or_its_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     assert planner.from_config(tmp_path) == planner.from_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold a JSON object"):
+    with pytest.raises(ValueError, match="must be a JSON object, not list"):
         planner.from_config(tmp_path)
 
 

@@ -1,7 +1,9 @@
 """Values: JSON both ways, presets with sources, sizes of published models, bad input."""
 
 import dataclasses
+import itertools
 import json
+import math
 
 import pytest
 
@@ -285,10 +287,56 @@ BAD = [
         ValueError,
         "text: {} must be an object with the fields blocks, .*of Workload",
     ),
-    (lambda: Block.from_json('{"layers": 1, "ops": [3]}'), ValueError, "text: 3 must be an object .* of Op"),
-    (lambda: Block.from_json('{"layers": 1, "ops": 3}'), TypeError, "ops: 3 must be a tuple of Op"),
-    (lambda: EfficiencyCurve.from_json('{"tile": [1]}'), ValueError, r"tile: \(1,\) must be two integers"),
+    (lambda: Block.from_json('{"layers": 1, "ops": [3]}'), ValueError, r"text.ops\[0\]: 3 must be an object .* of Op"),
+    (lambda: Block.from_json('{"layers": 1, "ops": 3}'), ValueError, "text.ops: 3 must be a list"),
+    (lambda: EfficiencyCurve.from_json('{"tile": [1]}'), ValueError, r"text.tile: \[1\] must be a list of 2"),
+    (lambda: dataclasses.replace(DEVICE, peak={}), ValueError, "peak: {} must have the FLOP/s of at least one of"),
+    (lambda: Device.from_json(DEVICE.to_json().replace("10000000000.0", "NaN")), ValueError, "NaN is no number"),
+    (lambda: Device.from_json(DEVICE.to_json().replace('"d"', "3")), ValueError, "text.name: 3 must be a string"),
+    (lambda: Device.from_json('{"name": "d", ' + DEVICE.to_json()[1:]), ValueError, "'name' is there twice"),
+    (lambda: Device.from_json('{"name":' * 100_000), ValueError, "must be JSON"),
+    (lambda: Device.from_json("[1]"), ValueError, "must be a JSON object, not list"),
+    (lambda: Layout(zero=True), ValueError, "zero: True must be one of 0, 1, 2, 3"),
+    (lambda: transformer(layers=10**9), ValueError, "layers: 1000000000 must be at most 100000"),
+    (lambda: transformer(bias=([1],)), ValueError, "bias: .* must be True, False or a tuple of qkv"),
+    (lambda: transformer(experts=2, top_k=1, dense_layers=[[2]]), ValueError, "dense_layers: .* must be numbers of"),
 ]
+ODD = (True, -1, 1.5, float("nan"), float("inf"), 10**400, "x", [[1]], {"a": 1}, [None], object(), 1j, {1: 2})
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_every_field_is_checked(value):
+    """Whatever stands in a field is refused by a sentence that names it, or is a value that JSON takes both ways."""
+    for field, odd in itertools.product(dataclasses.fields(value), ODD):
+        try:
+            made = dataclasses.replace(value, **{field.name: odd})
+        except (TypeError, ValueError) as error:
+            assert field.name in str(error), error
+        else:
+            assert type(value).from_json(made.to_json()) == made
+            assert isinstance(odd, str | bool | int | float) and math.isfinite(float(odd != "x" and odd))
+
+
+FALCON = {
+    "model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100,
+    "max_position_embeddings": 64, "alibi": False, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 2,
+    "parallel_attn": True, "bias": False, "num_kv_heads": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen2_moe", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100,
+    "max_position_embeddings": 64, "intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
+    "mlp_only_layers": [0], "qkv_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [LLAMA_70B, DEEPSEEK_V3, FALCON, QWEN], ids=lambda config: config["model_type"])
+def test_every_value_of_a_configuration_is_checked(config):
+    planner.from_config(config, seq=16)
+    for key, odd in itertools.product(config.keys() - {"max_position_embeddings"}, ODD):
+        if odd is not True or not isinstance(config[key], bool):
+            with pytest.raises((TypeError, ValueError), match=r"^[\w: ]+ must|^[\w: ]+: "):
+                planner.from_config({**config, key: odd}, seq=16)
 
 
 @pytest.mark.parametrize("call, error, says", BAD)

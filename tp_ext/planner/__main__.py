@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = " ".join(f"{_OPTIONS.get(name, name)}{colon}{rest}".split())  # a line
         print(f"python -m tp_ext.planner: {text}", file=sys.stderr)
         return 2
-    print(_json(layouts) if options.json else _table(workload, layouts))
+    print(_json(layouts) if options.json else _table(workload, layouts, stages=bool(fixed)))
     return 0 if layouts else 1
 
 
@@ -109,7 +109,8 @@ def _value(text: str) -> Any:
     return words[text] if text in words else int(text) if text.lstrip("-").isdecimal() else text
 
 
-def _table(workload: Workload, layouts: Found) -> str:
+def _table(workload: Workload, layouts: Found, stages: bool) -> str:
+    """Returns the ranking; with ``stages`` also the step of the best layout, and the memory of each of its stages."""
     lines = [f"{workload.name}, {workload.parameters / 1e9:.2f} billion parameters; {layouts.count:,} layouts"]
     if layouts:
         lines.append(f"{'s a step':>10} {'tokens/s':>12} {'MFU':>6} {'GiB':>6} {'bubble':>7}  layout")
@@ -120,6 +121,8 @@ def _table(workload: Workload, layouts: Found) -> str:
         if not layouts:
             nearest = predict(workload, layouts.cluster, layout, layouts.global_batch)
             lines += [f"nothing fits; the nearest is {nearest.why()}", str(nearest)]
+    if layouts and stages:
+        lines += ["", f"the best: {layouts[0]}"]
     return "\n".join(lines)
 
 

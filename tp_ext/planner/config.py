@@ -1,13 +1,13 @@
 """The workload of a ``config.json`` of transformers."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tp_ext._checks import check_int, check_path
-from tp_ext.planner.workload import Workload, transformer
+from tp_ext._checks import check_bool, check_int, check_path
+from tp_ext.checkpoint.files.plain_values import read_json
+from tp_ext.planner.workload import Workload, check_layers, transformer
 
 
 class _Family(NamedTuple):
@@ -91,18 +91,18 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            config = read_json(path, "config")
+        except OSError as error:
             raise ValueError(f"config: {str(path)!r} must be a file of JSON: {error}") from error
-        if not isinstance(config, Mapping):
-            raise ValueError(f"config: {str(path)!r} must hold a JSON object")
-    nested = config.get("text_config")
-    config = nested if isinstance(nested, Mapping) else config
+    if (nested := config.get("text_config")) is not None:
+        if not isinstance(nested, Mapping):
+            raise TypeError(f"config: text_config {nested!r} must be a dict")
+        config = nested
     kind = config.get("model_type", "llama")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise ValueError(
-            f"config: model_type {kind!r} must be one of {', '.join(sorted(_FAMILIES))}; of other models planner.trace "
-            "reads the operators"
+            f"config: model_type {kind!r:.100} must be one of {', '.join(sorted(_FAMILIES))}; of other models "
+            "planner.trace reads the operators"
         )
     family = _FAMILIES[kind]
 
@@ -112,10 +112,21 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
             raise ValueError(f"config: of model_type {kind!r} must have one of the keys {', '.join(names)}")
         return value
 
+    def flag(name: str, default: bool) -> bool:
+        value = default if config.get(name) is None else config[name]
+        check_bool(**{f"config: {name}": value})
+        return bool(value)
+
+    def count(name: str) -> int:
+        value = 0 if config.get(name) is None else config[name]
+        check_int(least=0, **{f"config: {name}": value})
+        return int(value)
+
     layers = first_of("num_hidden_layers", "n_layer", "num_layers")
     hidden = first_of("hidden_size", "n_embd", "n_embed")
     heads = first_of("num_attention_heads", "n_head", "num_heads")
-    check_int(least=1, num_hidden_layers=layers)
+    check_int(least=1, num_hidden_layers=layers, hidden_size=hidden)
+    check_layers("num_hidden_layers", layers)
     for key, value in {**family.only, "word_embed_proj_dim": hidden}.items():
         if config.get(key, value) not in (None, value):
             raise ValueError(
@@ -124,21 +135,25 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
             )
     form = dict(family.form)
     if form.get("positions"):  # all rows of the table, of which a sequence may use a part; OPT's have two more
-        form["positions"] = first_of("max_position_embeddings", "n_positions") + 2 * (kind == "opt")
+        form["positions"] = first_of("max_position_embeddings", "n_positions")
+        check_int(least=1, max_position_embeddings=form["positions"])
+        form["positions"] += 2 * (kind == "opt")
     if kind == "falcon":
-        form["rope"] = not config.get("alibi", False)
-        two = 2 if config.get("new_decoder_architecture") else 1
-        form["norms"] = first_of("num_ln_in_parallel_attn", default=two) if config.get("parallel_attn", True) else 2
+        form["rope"] = not flag("alibi", False)
+        two = 2 if flag("new_decoder_architecture", False) else 1
+        form["norms"] = first_of("num_ln_in_parallel_attn", default=two) if flag("parallel_attn", True) else 2
     kv_heads = first_of("num_key_value_heads", "num_kv_heads", default=heads)
-    if kind in ("falcon", "gpt_bigcode") and not config.get("new_decoder_architecture"):
-        kv_heads = 1 if config.get("multi_query", True) else heads
+    if kind in ("falcon", "gpt_bigcode") and not flag("new_decoder_architecture", False):
+        kv_heads = 1 if flag("multi_query", True) else heads
     has_bias = {
-        name: config.get(*rule) if isinstance(rule, tuple) else rule  # a key and its default
+        name: flag(*rule) if isinstance(rule, tuple) else rule  # a key and its default
         for name, rule in family.bias.items()
     }
     experts = first_of("num_local_experts", "n_routed_experts", "num_experts", default=0)
-    before, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
-    plain = config.get("mlp_only_layers") or ()
+    before, step = count("first_k_dense_replace"), count("decoder_sparse_step") or 1
+    plain = () if config.get("mlp_only_layers") is None else config["mlp_only_layers"]
+    if not isinstance(plain, list | tuple) or not all(isinstance(i, int) for i in plain):
+        raise TypeError(f"mlp_only_layers: {plain!r} must be a list of numbers of layers")
     return transformer(
         layers=layers,
         hidden=hidden,
@@ -154,15 +169,15 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
         ),
         vocab=first_of("vocab_size"),
         seq=first_of("max_position_embeddings", "n_positions", "seq_length") if seq is None else seq,
-        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        tied=flag("tie_word_embeddings", family.tied),
         bias=tuple(name for name, has in has_bias.items() if has),
         experts=experts,
         top_k=first_of("num_experts_per_tok") if experts else 0,
         expert_ffn=config.get("moe_intermediate_size"),
-        shared=config.get("n_shared_experts") or 0,
-        shared_ffn=config.get("shared_expert_intermediate_size") or None,
+        shared=count("n_shared_experts"),
+        shared_ffn=count("shared_expert_intermediate_size") or None,
         dense_layers=[i for i in range(layers) if i < before or i in plain or (i + 1) % step],
-        mla={name: config.get(name) or 0 for name in _LATENT} if config.get("kv_lora_rank") else None,
+        mla={name: count(name) for name in _LATENT} if count("kv_lora_rank") else None,
         head_dim=config.get("head_dim"),
         name=kind,
         **form,

@@ -124,6 +124,8 @@ class Device(Value):
         if not isinstance(self.name, str):
             raise TypeError(f"name: {self.name!r} must be a string")
         _check_numbers("peak", self.peak, _PEAKS)
+        if not self.peak:
+            raise ValueError(f"peak: {self.peak!r} must have the FLOP/s of at least one of {', '.join(_PEAKS)}")
         check_number(above=0, memory_bandwidth=self.memory_bandwidth, memory=self.memory)
         check_number(least=0, reserve=self.reserve, launch=self.launch)
         if self.reserve >= self.memory:

@@ -11,6 +11,7 @@ from tp_ext.planner.values import Value
 
 # [Note: the planner reads a model as operators]
 KINDS = ("column", "row", "replicated", "attention", "pointwise", "dispatch", "embedding", "loss")
+MAX_LAYERS = 100_000
 LINEARS = ("qkv", "out", "mlp", "head")
 NORMS = {"rms": 1, "layer": 2, "plain": 0}  # and the vectors of parameters that each has
 
@@ -221,6 +222,7 @@ def transformer(
             more choices than experts, another value of those that are listed.
     """
     check_int(least=1, layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
+    check_layers("layers", layers)
     check_int(least=1, or_none=True, kv_heads=kv_heads, ffn=ffn, expert_ffn=expert_ffn, head_dim=head_dim)
     check_int(least=0, experts=experts, top_k=top_k, shared=shared)
     if not isinstance(positions, bool):
@@ -295,11 +297,17 @@ def transformer(
     )
 
 
+def check_layers(name: str, layers: int) -> None:
+    """Raises a ValueError for a number of layers that no model has, over which a loop would take hours."""
+    if layers > MAX_LAYERS:
+        raise ValueError(f"{name}: {layers} must be at most {MAX_LAYERS}")
+
+
 def _biases(bias: bool | Collection[str]) -> Collection[str]:
     """Returns the names of the linears that have one."""
     if isinstance(bias, bool):
         return ("qkv", "out", "mlp") if bias else ()
-    if isinstance(bias, str) or not isinstance(bias, Collection) or not set(bias) <= set(LINEARS):
+    if isinstance(bias, str) or not isinstance(bias, Collection) or not all(name in LINEARS for name in bias):
         raise ValueError(f"bias: {bias!r} must be True, False or a tuple of {', '.join(LINEARS)}")
     return bias
 
@@ -307,7 +315,7 @@ def _biases(bias: bool | Collection[str]) -> Collection[str]:
 def _dense_layers(dense: int | Collection[int], layers: int) -> Collection[int]:
     """Returns the numbers of the blocks without experts."""
     if isinstance(dense, Collection) and not isinstance(dense, str):
-        if not set(dense) <= set(range(layers)):
+        if not all(isinstance(i, int) and 0 <= i < layers for i in dense):
             raise ValueError(f"dense_layers: {dense!r} must be numbers of the {layers} layers, from 0")
         return dense
     check_int(least=0, dense_layers=dense)

@@ -1,12 +1,13 @@
 """Values of dataclasses from the plain data that JSON holds of them, by the types of their fields."""
 
 import dataclasses
-import math
 import reprlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from tp_ext._checks import is_finite
 
 
 def value_of(kind: Any, read: Any, where: str) -> Any:
@@ -32,20 +33,13 @@ def value_of(kind: Any, read: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _dataclass(kind, read, where)
     fits = type(read) is kind or (kind is float and type(read) is int)
-    if not fits or (isinstance(read, int | float) and not _is_finite(read)):
+    if not fits or (isinstance(read, int | float) and not is_finite(read)):
         _refuse(read, {int: "an integer", float: "a finite number", str: "a string"}.get(kind, kind.__name__), where)
     return read
 
 
 def _refuse(read: Any, what: str, where: str) -> NoReturn:
     raise ValueError(f"{where}: {reprlib.repr(read)} must be {what}")
-
-
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
 
 
 def _of_any(kinds: Sequence[Any], read: Any, where: str) -> Any:
