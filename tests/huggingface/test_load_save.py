@@ -262,7 +262,7 @@ WRONG = {
     },
     "a damaged generation configuration": (
         lambda path: (path / "generation_config.json").write_text("[1]"), ValueError,
-        "model/generation_config.json' must describe a GenerationConfig; transformers: TypeError",
+        "model/generation_config.json' must be a JSON object, not list",
     ),
     "another file than the index names": (
         _moved, ValueError, rf"{Q}. must be in 'model-0000.-of-.*', as .*index.json' has it, and is not",

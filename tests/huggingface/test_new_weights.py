@@ -106,7 +106,7 @@ def _as_pickle(path):
 
 
 WRONG = {
-    "integers": (_as_integers, ValueError, rf"{Q}. has dtype torch.int32 in .* must be of the kind of torch.float32"),
+    "integers": (_as_integers, ValueError, rf"integers.: .{Q}. has dtype torch.int32 and must be of the kind"),
     "a pickle": (
         _as_pickle, FileNotFoundError, r"it has \['pytorch_model.bin'\], which are not read: load them by transf"),
 }  # fmt: skip

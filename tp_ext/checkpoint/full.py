@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, refuse_quantised
 from tp_ext.checkpoint.gather import check_one_mesh, ranks_of, scatter_full, write_full
 from tp_ext.checkpoint.pipeline import WholeEntry, check_entries, gather_whole, to_stages, whole_entries
 from tp_ext.group import NOT_GIVEN, Group
@@ -101,7 +102,8 @@ def load_full_state_dict(
     Raises:
         KeyError: under ``strict``, naming the missing and the unexpected keys.
         ValueError, TypeError: an entry has another shape than the unsharded parameter, or is no tensor; names the key
-            and both shapes. Under ``strict``, tied entries with different values. An entry of the module is on the meta
+            and both shapes. A dtype of another kind: integers or floats of 8 bits in place of floats, a quantised
+            weight's scales. Under ``strict``, tied entries with different values. An entry of the module is on the meta
             device. In all these cases nothing has been loaded, on any rank.
     """
     model = census(module, mesh_axes(group, mesh))
@@ -143,6 +145,7 @@ def check_state(state: Mapping[str, Any], entries: Mapping[str, WholeEntry], str
     """Checks ``state`` against the model's entries; returns the keys to be loaded, in the order of ``entries``."""
     # By text: a file of others may have keys of several types
     missing, unexpected = (sorted(a.keys() - b.keys(), key=str) for a, b in ((entries, state), (state, entries)))
+    refuse_quantised([name for name in state if isinstance(name, str)], entries, "state")
     if strict and (missing or unexpected):
         raise KeyError(f"state: missing keys {missing}, unexpected keys {unexpected}")
     known = [name for name in entries if name in state]
@@ -152,6 +155,7 @@ def check_state(state: Mapping[str, Any], entries: Mapping[str, WholeEntry], str
         if entry.extra or entry.tensor is None:
             continue
         check_full(name, state[name], entry.tensor.shape)
+        check_saved_dtype(name, state[name].dtype, entry.tensor.dtype, "state")
         first = tied.setdefault(entry.tied, name)
         if strict and first != name and state[first] is not state[name] and not torch.equal(state[first], state[name]):
             raise ValueError(f"state: {first!r} and {name!r} are one tensor in the module and must be equal")

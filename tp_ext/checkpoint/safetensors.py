@@ -18,6 +18,7 @@ from tp_ext._object_collectives import call_and_gather, true_on_any_rank
 from tp_ext.checkpoint.expert_entries import ExpertGather, join_published
 from tp_ext.checkpoint.expert_names import PublishedEntry, check_family, published_entries
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
+from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, refuse_quantised
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import WholeTensor, check_entries, from_stage, gather_whole, whole_entries
@@ -227,7 +228,8 @@ def load_safetensors(
         OSError: a file that cannot be read, here or on another rank.
         KeyError: under ``strict``, naming the missing and the unexpected keys; always, if an expert layer lacks some
             of its published entries.
-        ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. A file that
+        ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. Integers or
+            floats of 8 bits in place of floats, a quantised weight's scales. A file that
             is no complete safetensors file, a malformed index, tied entries that differ, an entry on the meta device;
             ``expert_names`` as for :func:`save_safetensors`.
     """
@@ -288,6 +290,7 @@ def _match_sources(
     # A stage lacks only entries of its own, and every stage sees all names of the files
     missing = sorted(set[str]().union(*(names for names, _ in reports)))
     unexpected = sorted(set[str].intersection(*(other for _, other in reports)))  # no stage takes it
+    refuse_quantised(sources, sources.keys() - unexpected | entries.keys(), "path")
     if strict and (missing or unexpected):
         raise KeyError(f"path: missing keys {_listed(missing)}, unexpected keys {_listed(unexpected)}")
     matched = {name: sources[name] for name in entries if name in sources}
@@ -299,6 +302,8 @@ def _match_sources(
                 f"path: {name!r} has shape {tuple(source.tensor.shape)} and must have {tuple(entry.shape)}, "
                 "that of the unsharded module"
             )
+        if not entry.extra:
+            check_saved_dtype(name, source.tensor.dtype, entry.value.dtype, "path")
         # By chunks: no rank reads the full tensors to compare them
         if strict and source != matched[first] and not _equal(source, matched[first], entry):
             raise ValueError(f"path: {first!r} and {name!r} are one tensor in the module and must be equal")

@@ -18,12 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tp_ext.checkpoint.files.atomic_directory import sync_to_disk
-from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.plain_values import read_json
 from tp_ext.checkpoint.files.safetensors_slices import DTYPES, SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.files.write_lock import WriteLock
 from tp_ext.checkpoint.pipeline import WholeTensor
-
-_LARGEST_INDEX = 1 << 26  # bytes: some 500,000 entries
 
 FileEntries = list[tuple[str, WholeTensor]]
 """The entries of one file."""
@@ -248,14 +246,13 @@ def weight_map(index: Path) -> dict[str, str]:
         OSError: the index cannot be read. ValueError: it is no index, or names files outside of its folder.
     """
     try:
-        with open_regular(index) as file:
-            # Before it is parsed: the objects take many times the memory of the file
-            if os.fstat(file.fileno()).st_size > _LARGEST_INDEX:
-                raise ValueError
-            places: dict[str, str] = json.loads(file.read())["weight_map"]
-        whole = all(name == os.path.basename(name) and name not in ("", ".", "..") for name in places.values())
-    # Whatever JSON a file holds: a list, deep nesting, names that are no strings
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        places: dict[str, str] = read_json(index)["weight_map"]
+        whole = all(
+            name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+            for name in places.values()
+        )
+    # Whatever JSON a file holds: a list in place of the map, names that are no strings
+    except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise ValueError(f"path: {str(index)!r} must be an index, whose weight_map names files in its own folder")

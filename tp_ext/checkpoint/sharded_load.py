@@ -23,6 +23,7 @@ from tp_ext._object_collectives import (
 )
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.files.reader import PlainPlanner
+from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype
 from tp_ext.checkpoint.optimizer_state import HeldState, check_class, check_optimizer, copy_of_state
 from tp_ext.checkpoint.sharded import LocalChunks, shard_optimizer_state, sharded_state
 from tp_ext.group import NOT_GIVEN, Group
@@ -169,6 +170,9 @@ def _check_entries(flat: StateDict, metadata: Metadata) -> None:
                 f"checkpoint: {key!r} has shape {tuple(entry.size)} and must have {tuple(value.shape)}, "
                 "that of the unsharded module"
             )
+        # A step, a single number, may have been an integer
+        if isinstance(entry, TensorStorageMetadata) and len(entry.size):
+            check_saved_dtype(key, entry.properties.dtype, value.dtype, "checkpoint")
 
 
 def _read(flat: StateDict, reader: StorageReader, process_group: ProcessGroup | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tp_ext._checks import check_path
+from tp_ext._checks import check_path, check_probability
 from tp_ext._object_collectives import call_on_all_ranks
-from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.plain_values import read_json
 from tp_ext.checkpoint.files.safetensors_slices import SafetensorsFile, SlicedTensor
+from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype
 from tp_ext.checkpoint.gather import Ranks, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
@@ -26,6 +28,7 @@ from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+LARGEST = 1e9  # of r and lora_alpha
 PREFIX = "base_model.model."  # of every name in the file
 FACTORS = (".lora_A.weight", ".lora_B.weight")
 WITHOUT_EFFECT = {  # options that say nothing about the function that is computed from the file's tensors
@@ -151,27 +154,22 @@ def _scaling(config: dict[str, Any]) -> float:
 
 def _config_of(file: Path) -> dict[str, Any]:
     """The options of an adapter whose function is that of :class:`LoRALinear`."""
-    with open_regular(file) as opened:
-        try:
-            config = json.loads(opened.read())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"path: {str(file)!r} must be JSON: {error}") from None
+    config = read_json(file)
     # Other kinds have other tensors under the same names
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = repr(config.get("peft_type")) if isinstance(config, dict) else type(config).__name__
-        raise ValueError(f"path: {str(file)!r} must be of peft_type 'LORA', not {kind}")
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"path: {str(file)!r} must be of peft_type 'LORA', not {kind!r}")
     # An option of a newer PEFT may change what an adapter computes: only those without effect pass
     for name, value in config.items():
         if name not in WITHOUT_EFFECT and value and not (name == "bias" and value == "none"):
-            raise ValueError(f"path: {str(file)!r} has {name} = {value!r}, which must not be set")
+            raise ValueError(f"path: {str(file)!r} has {name} = {reprlib.repr(value)}, which must not be set")
     # Such an initialiser has written its factors' product into base weights that are not in this file
     if str(config.get("init_lora_weights", "")).startswith(CHANGE_THE_BASE):
         how = config["init_lora_weights"]
         raise ValueError(f"path: {str(file)!r} has init_lora_weights = {how!r}, which changes the base weights")
-    for name, kinds in (("r", int), ("lora_alpha", int | float), ("lora_dropout", int | float)):
-        value = config.get(name, 0.0 if name == "lora_dropout" else None)
-        if not isinstance(value, kinds) or isinstance(value, bool) or (value <= 0 and name != "lora_dropout"):
-            raise ValueError(f"path: {str(file)!r} has {name} = {value!r}, which must be a positive number")
+    for name, kinds in (("r", int), ("lora_alpha", int | float)):
+        if not isinstance(value := config.get(name), kinds) or isinstance(value, bool) or not 0 < value < LARGEST:
+            raise ValueError(f"path: {str(file)!r} has {name} = {value!r:.100}, which must be a positive number")
+    check_probability(**{f"path: {str(file)!r} has lora_dropout, which": config.get("lora_dropout") or 0.0})
     return config
 
 
@@ -216,6 +214,7 @@ def _checked(model: nn.Module, tensors: dict[str, SlicedTensor], config: dict[st
                 raise ValueError(
                     f"path: {name + factor!r} has shape {shape_in_file} in {str(path)!r} and must have {shape}"
                 )
+            check_saved_dtype(name + factor, tensors[name + factor].dtype, layer.weight.dtype, f"path: {str(path)!r}")
     return names
 
 

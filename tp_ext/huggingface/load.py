@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,20 @@ from torch.distributed import DeviceMesh
 from tp_ext import auto
 from tp_ext._checks import check_bool, check_path
 from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
-from tp_ext.checkpoint.files.pinned_directory import open_regular
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
+from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, is_plain_float
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
-from tp_ext.checkpoint.safetensors_files import open_export
 from tp_ext.group import ALONE, NOT_GIVEN, Group, parallel_group, process_group
 from tp_ext.huggingface.conversion import TensorGroup, groups_to_load
+from tp_ext.huggingface.folder import (
+    CONFIG,
+    check_config,
+    class_of,
+    files_of,
+    load_generation_config,
+    of_file,
+    refuse_quantised_files,
+)
 from tp_ext.huggingface.methods import replace_methods
 from tp_ext.huggingface.new_weights import allocate, compute, generator_states
 from tp_ext.huggingface.quantised import Quantised, forms_of
@@ -35,8 +42,6 @@ from tp_ext.mesh_program.partition_spec import P
 from tp_ext.model.census import census
 from tp_ext.model.fqn import Entry
 
-CONFIG = "config.json"
-OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of weights
 BATCH = 3  # of the example: no factor of a dim of usual models; so are the numbers of tokens
 TOKEN_NUMBERS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
 LABELS_OF_TOKENS = (
@@ -100,9 +105,10 @@ def from_pretrained(
 
     Raises:
         On all ranks: OSError: a file that cannot be read. KeyError: ``strict`` and missing or unexpected tensors.
-        ValueError: a tensor of another shape than the configuration's, or integers for floating-point numbers; an
-        override that the configuration does not have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and
-        ``mesh``, or neither; another type.
+        ValueError: a tensor of another shape than the configuration's, or integers or floats of 8 bits for
+        floating-point numbers; scales of quantised weights; an override that the
+        configuration does not have; what :func:`tp_ext.auto.plan` raises. TypeError: ``group`` and ``mesh``, or
+        neither; another type.
     """
     _check_arguments(path, group, mesh, model_class, dtype, device)
     check_bool(strict=strict)
@@ -137,7 +143,6 @@ def from_pretrained(
                     raise ValueError(f"quantize: no file has {name!r}, a weight to be quantised")
                 write_full(value, entry.value, entry.layout)
         call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups, Quantised(forms, where)))
-    _load_generation_config(model, Path(path))
     if parallel.size > 1:
         replace_methods(model)
     if parallel.rank == 0:
@@ -153,8 +158,8 @@ def _check_arguments(path: Any, group: Any, mesh: Any, model_class: Any, dtype: 
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     if model_class is not None and not is_model:
         raise TypeError(f"model_class: {model_class!r} must be a class of transformers' models, or None")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: {dtype!r} must be a floating-point torch.dtype, or None")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and is_plain_float(dtype)):
+        raise TypeError(f"dtype: {dtype!r} must be a floating-point torch.dtype of at least 16 bits, or None")
     try:
         torch.device(device if device is not None else "cpu")
     except (RuntimeError, TypeError):
@@ -172,7 +177,8 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
     with ExitStack() as opened:
 
         def read() -> None:
-            files = _tensors_of(Path(path), opened)
+            files = files_of(Path(path), opened)
+            refuse_quantised_files(files, model, Path(path))
             groups, _ = groups_to_load(model, _shapes(files))
             _matched(model, groups, Path(path), shapes)
             _read(model, entries, files, groups, Quantised({}, torch.device("cpu")))
@@ -200,28 +206,32 @@ def _prepared(
         The model, in which tensors that no file has are initialised; the tensors of the files; the conversions from
         tensors of the files to those of the model; the names that only one of both has.
     """
-    cls = _class_of(path, model_class)
-    with _of_file(path / CONFIG, cls.__name__):
+    cls = class_of(path, model_class)
+    with of_file(path / CONFIG, cls.__name__):
         config, unused = cls.config_class.from_pretrained(
             str(path), local_files_only=True, return_unused_kwargs=True, **overrides
         )
     # A misspelt option would leave the configuration as it is, without a word
     if unused:
         raise ValueError(f"config_overrides: {sorted(unused)} must be attributes of {type(config).__name__}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"path: {str(path)!r} has quantized weights, and must be saved without quantization")
-    files = _tensors_of(path, opened)
+    check_config(config, path, overrides)
+    files = files_of(path, opened)
     if dtype is None:
-        dtype = config.dtype or next((file.dtype for file in files.values() if file.dtype.is_floating_point), None)
+        floats = (dtype for tensor in files.values() if is_plain_float(dtype := tensor.dtype))
+        dtype = config.dtype or next(floats, None)
+    if dtype is not None and not is_plain_float(dtype):
+        raise ValueError(f"path: {str(path / CONFIG)!r} has dtype {dtype}, which must be of floats of at least 16 bits")
     # No rank has memory for the whole model
-    with _of_file(path / CONFIG, cls.__name__), torch.device("meta"):
+    with of_file(path / CONFIG, cls.__name__), torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
+    refuse_quantised_files(files, model, path)
     groups, conversions = groups_to_load(model, _shapes(files))
     left = _matched(model, groups, path, {name: tensor.shape for name, tensor in model.state_dict().items()}, strict)
     left.values = compute(model, left.computed, device, states)
     model.tie_weights()
     model._weight_conversions = conversions
+    load_generation_config(model, path)
     return model, files, groups, left
 
 
@@ -242,62 +252,6 @@ def _plan(
         if str(error).startswith("invariant_blocks"):
             raise
         return auto.plan(model.eval(), arguments, p, **options)
-
-
-def _class_of(path: Path, model_class: type[transformers.PreTrainedModel] | None) -> type[transformers.PreTrainedModel]:
-    """The class asked for, or else the one that the configuration names."""
-    if not path.is_dir():
-        advice = "huggingface_hub.snapshot_download makes one"
-        raise FileNotFoundError(f"path: {str(path)!r} must be a folder here, with config.json; {advice}")
-    names = _configuration(path).get("architectures")
-    if model_class is not None:
-        return model_class
-    if not (isinstance(names, list) and names and isinstance(names[0], str)):
-        raise ValueError(
-            f"path: {str(path / CONFIG)!r} has architectures {names!r}, which must be a list of names; or pass "
-            "model_class="
-        )
-    cls = getattr(transformers, names[0], None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise ValueError(f"path: {str(path)!r} is of the class {names[0]!r}; pass model_class=, one of transformers")
-    return cls
-
-
-def _configuration(path: Path) -> dict[str, Any]:
-    """The JSON object of ``config.json``."""
-    with open_regular(path / CONFIG) as file:
-        try:
-            configuration = json.loads(file.read())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"path: {str(path / CONFIG)!r} must be JSON: {error}") from None
-    if not isinstance(configuration, dict):
-        raise ValueError(f"path: {str(path / CONFIG)!r} must be a JSON object, not {type(configuration).__name__}")
-    return configuration
-
-
-@contextmanager
-def _of_file(file: Path, name: str) -> Iterator[None]:
-    """Names the file in errors of transformers about its values, such as a KeyError of an unknown activation."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"path: {str(file)!r} must describe a {name}; transformers: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _tensors_of(path: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
-    try:
-        return open_export(path, opened)[0]
-    except FileNotFoundError as error:
-        # training_args.bin is Trainer's, and has no weights
-        others = sorted({file.name for kind in OTHER_FORMATS for file in path.glob(kind)} - {"training_args.bin"})
-        if not others or list(path.glob("*.safetensors*")):
-            raise
-        raise FileNotFoundError(
-            f"{error}; it has {others}, which are not read: load them by transformers once, whose save_pretrained "
-            "writes safetensors"
-        ) from None
 
 
 def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | None) -> None:
@@ -347,12 +301,7 @@ def _matched(
                     f"path: {name!r} has shape {tuple(tensor.shape)} in {str(path)!r} and must have "
                     f"{tuple(shapes[name])}, that of the configuration"
                 )
-            # copy_ would cast integers, such as packed quantized weights, without an error
-            if tensor.is_floating_point() != state[name].is_floating_point():
-                raise ValueError(
-                    f"path: {name!r} has dtype {tensor.dtype} in {str(path)!r} and must be of the kind of "
-                    f"{state[name].dtype}"
-                )
+            check_saved_dtype(name, tensor.dtype, state[name].dtype, f"path: {str(path)!r}")
     return left
 
 
@@ -406,12 +355,6 @@ def _converted_tensors(
     # Whole: which slices of the sources a converted shard needs is not known
     sources = [files[name][(slice(None),) * len(files[name].shape)] for name in group.sources]
     yield from ((name, tensor) for name, tensor in group.convert(model, sources).items() if name in group.targets)
-
-
-def _load_generation_config(model: transformers.PreTrainedModel, path: Path) -> None:
-    if model.can_generate() and (path / "generation_config.json").is_file():
-        with _of_file(path / "generation_config.json", "GenerationConfig"):
-            model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
 
 
 def example_of(model: transformers.PreTrainedModel, tokens: int = 1) -> dict[str, Any]:

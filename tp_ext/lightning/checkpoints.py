@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.files.plain_values import read_saved
 from tp_ext.checkpoint.files.reader import CheckpointReader
+from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype
 from tp_ext.checkpoint.full import load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict, with_names
 from tp_ext.checkpoint.sharded_load import read_values
@@ -113,6 +114,8 @@ def _check_entries(path: Path, flat: StateDict, saved: dict[str, Any], strict: b
             raise ValueError(
                 f"{_ARGUMENT}: {str(path)!r} is of another model: {name!r} has shape {other} and must have {shape}"
             )
+        if shape:
+            check_saved_dtype(name, entry.properties.dtype, value.dtype, f"{_ARGUMENT}: {str(path)!r}")
 
 
 def _load_file(

@@ -11,7 +11,7 @@ import torch
 
 from tp_ext.checkpoint.files.pinned_directory import open_regular
 
-LARGEST_JSON = 1 << 26  # bytes: the objects take many times the memory of the file
+LARGEST_JSON = 1 << 26  # bytes: the objects take many times the memory of the file; 500,000 entries of an index
 
 
 def read_json(path: str | os.PathLike[str], argument: str = "path") -> dict[str, Any]:

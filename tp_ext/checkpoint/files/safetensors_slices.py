@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.plain_values import parse_json
 
 DTYPES = {
     torch.float64: "F64",
@@ -56,12 +56,12 @@ class SafetensorsFile:
             raise ValueError(f"path: {str(path)!r} must be a whole safetensors file: {error}") from error
         self._file.seek(0)
         length = int.from_bytes(self._file.read(8), "little")
-        head = json.loads(self._file.read(length))
+        head = parse_json(self._file.read(length), f"path: the header of {str(path)!r}")
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # do not read ahead
         self.metadata: dict[str, str] = head.pop("__metadata__", None) or {}
         self.tensors = {
             name: SlicedTensor(
-                self._file.fileno(), 8 + length + entry["data_offsets"][0], entry["dtype"], entry["shape"]
+                name, self._file.fileno(), 8 + length + entry["data_offsets"][0], entry["dtype"], entry["shape"]
             )
             for name, entry in head.items()
         }
@@ -79,15 +79,15 @@ class SafetensorsFile:
 class SlicedTensor:
     """A tensor in an open file, which indexing by a slice per dim reads."""
 
-    def __init__(self, descriptor: int, start: int, dtype: str, shape: list[int]) -> None:
-        self._descriptor, self._start, self._dtype = descriptor, start, dtype
+    def __init__(self, name: str, descriptor: int, start: int, dtype: str, shape: list[int]) -> None:
+        self._name, self._descriptor, self._start, self._dtype = name, descriptor, start, dtype
         self.shape = torch.Size(shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype; ValueError for one that torch does not have."""
         if self._dtype not in _TORCH:
-            raise ValueError(f"path: a tensor of dtype {self._dtype!r} must be of one of {list(_TORCH)}")
+            raise ValueError(f"path: {self._name!r} has dtype {self._dtype!r} and must be of one of {list(_TORCH)}")
         return _TORCH[self._dtype]
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
