@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tp_ext.checkpoint.files.atomic_directory import sync_to_disk
@@ -167,11 +166,11 @@ def _store() -> Any:
 
 def _names_in(target: Path) -> set[str]:
     """Returns the names of the tensors of an export; none if there is no readable one."""
-    with suppress(OSError, ValueError, SafetensorError):
+    with suppress(OSError, ValueError):
         if not target.exists():
             return set(weight_map(index_of(target)))
-        with safe_open(target, framework="pt") as file:
-            return set(file.keys())
+        with SafetensorsFile(target) as file:
+            return set(file.tensors)
     return set()
 
 

@@ -54,7 +54,7 @@ def check_config(config: transformers.PreTrainedConfig, path: Path, overrides: M
 def load_generation_config(model: transformers.PreTrainedModel, path: Path) -> None:
     """Reads ``generation_config.json``, if there is one."""
     file = path / "generation_config.json"
-    if model.can_generate() and file.is_file():
+    if model.can_generate() and file.exists():
         read_json(file)
         with of_file(file, "GenerationConfig"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(str(path), local_files_only=True)
@@ -66,8 +66,10 @@ def of_file(file: Path, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Those of validators are lists, and those of torch have a stack of C++
+        words = " ".join(str(error).partition("Exception raised from")[0].split())
         raise ValueError(
-            f"path: {str(file)!r} must describe a {name}; transformers: {type(error).__name__}: {error}"
+            f"path: {str(file)!r} must describe a {name}; transformers: {type(error).__name__}: {words}"
         ) from error
 
 

@@ -219,8 +219,10 @@ def _prepared(
     if dtype is None:
         floats = (dtype for tensor in files.values() if is_plain_float(dtype := tensor.dtype))
         dtype = config.dtype or next(floats, None)
-    if dtype is not None and not is_plain_float(dtype):
-        raise ValueError(f"path: {str(path / CONFIG)!r} has dtype {dtype}, which must be of floats of at least 16 bits")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and is_plain_float(dtype)):
+        raise ValueError(
+            f"path: {str(path / CONFIG)!r} has dtype {dtype!r}, which must be of floats of at least 16 bits"
+        )
     # No rank has memory for the whole model
     with of_file(path / CONFIG, cls.__name__), torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)

@@ -119,7 +119,8 @@ def from_config(config: str | os.PathLike[str] | Mapping[str, Any], seq: int | N
 
     def count(name: str) -> int:
         value = 0 if config.get(name) is None else config[name]
-        check_int(least=0, **{f"config: {name}": value})
+        named: dict[str, Any] = {f"config: {name}": value}
+        check_int(least=0, **named)
         return int(value)
 
     layers = first_of("num_hidden_layers", "n_layer", "num_layers")

@@ -20,6 +20,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from tp_ext.checkpoint.files.pinned_directory import open_regular
+from tp_ext.checkpoint.files.plain_values import parse_json
+
 _REFUSED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 TURN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
@@ -162,7 +165,7 @@ class WriteLock:
     def _content(self) -> tuple[bytes, int]:
         """Returns bytes and time of the lock file; no bytes and 0 if it is missing."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return b"", 0
@@ -215,9 +218,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(content)
+        record = parse_json(content, "")
         return {key: record[key] for key in ("host", "pid", "started", "machine")}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         return None
 
 
