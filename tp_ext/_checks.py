@@ -36,13 +36,13 @@ def check_int(*, least: int | None = None, or_none: bool = False, **values: obje
     for name, value in values.items():
         if or_none and value is None:
             continue
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if whole and (least is None or least <= value < _LIMIT):
-            continue
-        refuse_group(**{name: value})
         other = ", or None" if or_none else ""
-        if whole and value >= _LIMIT:
-            raise ValueError(f"{name}: a number of {value.bit_length()} bits must be an integer below 2^63{other}")
+        if isinstance(value, int) and not isinstance(value, bool):
+            if least is None or least <= value < _LIMIT:
+                continue
+            if value >= _LIMIT:
+                raise ValueError(f"{name}: a number of {value.bit_length()} bits must be an integer below 2^63{other}")
+        refuse_group(**{name: value})
         if least is None:
             raise TypeError(f"{name}: {value!r} must be an integer{other}")
         raise ValueError(f"{name}: {value!r} must be an integer of at least {least}{other}")
