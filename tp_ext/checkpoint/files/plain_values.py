@@ -23,10 +23,9 @@ def read_json(path: str | os.PathLike[str], argument: str = "path") -> dict[str,
     """
     where = f"{argument}: {os.fspath(path)!r}"
     with open_regular(path) as file:
-        # One more than allowed: the file may grow after its size was asked for
-        content = file.read(LARGEST_JSON + 1)
-    if len(content) > LARGEST_JSON:
-        raise ValueError(f"{where} must have at most {LARGEST_JSON} bytes to be JSON")
+        if (size := os.fstat(file.fileno()).st_size) > LARGEST_JSON:
+            raise ValueError(f"{where} has {size} bytes and must have at most {LARGEST_JSON} to be JSON")
+        content = file.read(LARGEST_JSON)
     return parse_json(content, where)
 
 
