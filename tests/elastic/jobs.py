@@ -162,7 +162,7 @@ def train(port, name, rank, backend, steps, least, timeout, wait, point, pause, 
     except Exception as error:  # its type and text are what is tested
         report(None, None, f"{type(error).__name__}: {error}")
     out.close()
-    os._exit(0)  # without the destructors of what was abandoned
+    dist.destroy_process_group()
 
 
 class Jobs:

@@ -104,9 +104,6 @@ def _number(folder):
 
 def _worker(queue, *args):
     queue.put(_survive(*args))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)
 
 
 def survivors_of(backend, point, atomic):

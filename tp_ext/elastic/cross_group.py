@@ -19,7 +19,8 @@ class CrossGroup:
 
     ``new_group`` is called by all ranks of one job; here the ranks that are left of several jobs make a group from a
     store. It is made by a thread, and collectives are asynchronous, so that a rank that waits gives up when a replica
-    is lost: gloo itself waits for the dead until its timeout, and the connection of a new group for 30 s.
+    is lost: gloo itself waits for the dead until its timeout, and the connection of a new group for 30 s. The threads
+    are no daemons: the process ends after them, since the end of the interpreter would abort one in the code of gloo.
 
     Args:
         store: of the ranks of this group alone.
@@ -37,7 +38,7 @@ class CrossGroup:
         self._error: Exception | None = None
         self._group: ProcessGroup | None = None
         self._works: list[Any] = []
-        self._made = threading.Thread(target=self._connect, daemon=True)
+        self._made = threading.Thread(target=self._connect)
         self._made.start()
 
     def _connect(self) -> None:
@@ -96,7 +97,7 @@ class CrossGroup:
             for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
                 table.pop(self._group, None)
         self._group = None
-        threading.Thread(target=self._end, daemon=True).start()
+        threading.Thread(target=self._end).start()
 
     def _end(self) -> None:
         """Keeps the group, and the memory that its threads still use, until nothing is under way."""
