@@ -15,11 +15,15 @@ class Replica(NamedTuple):
     Attributes:
         id: its name and a word of its own, so that a replica that comes back is another one.
         step: of its weights, when it joined.
+        ranks: their number.
+        family: a word that replicas have in common that fit each other.
     """
 
     id: str
     name: str
     step: int
+    ranks: int
+    family: str
 
 
 class View(NamedTuple):
@@ -69,6 +73,10 @@ class Board:
     def read(self, key: str) -> str | None:
         """Returns what was decided; None as long as nothing is."""
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def set(self, key: str, text: str) -> None:
+        """Writes what this rank alone writes, and may write anew."""
+        self._store.set(key, text)
 
     def first(self, key: str, proposal: str) -> str:
         """Proposes, and returns the first proposal."""

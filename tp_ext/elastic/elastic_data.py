@@ -4,10 +4,10 @@ import json
 import secrets
 import time
 import weakref
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -15,13 +15,17 @@ from torch.optim import Optimizer
 
 from tp_ext._checks import check_int, check_number
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
-from tp_ext.elastic.board import NO, YES, Board, Replica, View
+from tp_ext.elastic.board import NO, YES, Board, View
+from tp_ext.elastic.buffers import AllReduce, SharedBuffers
 from tp_ext.elastic.cross_group import CrossGroup
+from tp_ext.elastic.fit import Fit, persistent, states_to_give, take_states
 from tp_ext.elastic.gradients import MeanGradients
+from tp_ext.elastic.joining import Joining
 from tp_ext.elastic.lost import ReplicaLost
 from tp_ext.elastic.phases import LOOK, GivenUpError, Pause, Phases
 from tp_ext.elastic.proposals import Proposals
 from tp_ext.elastic.pulse import Pulse
+from tp_ext.elastic.step_context import StepContext
 from tp_ext.model.stages import Stages, joined
 from tp_ext.refit.lost import RankLost
 from tp_ext.refit.refit_plan import plan
@@ -49,7 +53,11 @@ class ElasticData:
     If a rank dies, at any moment, its replica is lost. The others finish the step, within ``timeout``: if not all of
     them have the sum of the gradients yet, they take it anew without the lost replica, over the tokens that are left;
     else it still counts, for all alike. The other ranks of its replica get :class:`ReplicaLost`. Replicas that join get
-    weights, buffers, optimizer state and step from the memory of another one (:mod:`tp_ext.refit`), before a step.
+    weights, buffers, optimizer state, options of the parameter groups, states of ``schedulers`` and step from the
+    memory of another one (:mod:`tp_ext.refit`), before a step. One whose ranks, parameters (names, shapes, dtypes,
+    ``requires_grad``, layouts, groups of the optimizer), buffers or arguments here are others is refused before that,
+    and those that run do not wait for it. Where these or the options differ later, ``average`` finds out before it
+    sums: the larger part of the replicas goes on without the others, of equal parts that of the oldest.
 
     Args:
         model, optimizer: of this replica, of the same layout in all: a module, or the list of a rank's stages.
@@ -59,6 +67,8 @@ class ElasticData:
         replica: its name, for people; one that comes back may have its old name.
         timeout: seconds. A rank that shows no life for a quarter of them is lost.
         min_replicas: with fewer a step does not begin.
+        schedulers: of the learning rate, or other objects with ``state_dict()`` and ``load_state_dict()``, whose states
+            a replica that joins gets.
 
     Attributes:
         step: the number of steps that the weights have had. It may be set before the first ``begin``, as after a
@@ -84,6 +94,7 @@ class ElasticData:
         replica: str,
         timeout: float = 5.0,
         min_replicas: int = 1,
+        schedulers: Sequence[Any] = (),
     ) -> None:
         self._modules = joined(model)
         if not isinstance(optimizer, Optimizer):
@@ -96,7 +107,11 @@ class ElasticData:
             raise TypeError(f"replica: {replica!r} must be a string, the name of this replica")
         check_number(above=0, timeout=timeout)
         check_int(least=1, min_replicas=min_replicas)
-        self._model, self._optimizer, self._name = model, optimizer, replica
+        schedulers = list(schedulers)
+        for scheduler in schedulers:
+            if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
+                raise TypeError(f"schedulers: {type(scheduler).__name__} must have state_dict and load_state_dict")
+        self._model, self._optimizer, self._name, self._schedulers = model, optimizer, replica, schedulers
         self._rank, self._size = group.rank(), group.size()
         self._timeout, self._silence, self._least = timeout, timeout / 4, min_replicas
         self.step = 0
@@ -118,13 +133,17 @@ class ElasticData:
         all_gather_objects(None, group)  # now all ranks have shown life, which the others may look for
         self._proposals = Proposals(self._board, self._pulse, self._size)
         self._phases = Phases(self._board, self._pulse, self._size)
+        same = {"timeout": timeout, "min_replicas": min_replicas}
+        self._fit = Fit(self._board, self._id, self._rank, self._modules, optimizer, schedulers, same)
+        self._joining = Joining(self._board, self._proposals, self._fit, self._id, replica, self._size, self._silence)
+        self._buffers = SharedBuffers()
         self._view: View | None = None
         self._cross: CrossGroup | None = None
         self._next, self._closed = "begin", False
-        self._unexplained, self._asked, self._moved = 0, False, False
+        self._unexplained, self._moved = 0, False
         self._cause: Exception | None = None
 
-    def begin(self, *, wait: float = 300.0) -> "_StepContext":
+    def begin(self, *, wait: float = 300.0) -> StepContext:
         """Begins a step: agrees who takes part, and lets replicas join.
 
         Args:
@@ -139,8 +158,8 @@ class ElasticData:
 
         Raises:
             ReplicaLost: this replica has lost a rank. TimeoutError: too few replicas within ``wait`` seconds, on all
-            ranks. ValueError: the model or optimizer of a replica that joins is another one. RuntimeError: not after
-            ``commit``; no replica is left that has the weights as a whole.
+            ranks. ValueError, on all ranks of a replica that joins: it does not fit those that run. RuntimeError: not
+            after ``commit``; no replica is left that has the weights as a whole.
         """
         check_number(least=0, wait=wait)
         self._expect("begin")
@@ -150,22 +169,25 @@ class ElasticData:
         while self._changes(view, deadline):
             view = self._enter(self._following(view, lambda view: self._proposals.with_joiners(view, self.step)))
         self._next = "average"
-        return _StepContext(self)
+        return StepContext(self._leave)
 
     def average(self, count: float | Tensor) -> None:
-        """Replaces the gradients by those of the mean loss over the tokens of all replicas that take part.
+        """Replaces the gradients by those of the mean loss over the tokens of all replicas that take part, and the
+        persistent buffers that were written since the last step by those of the first of them, as DDP does.
 
         Args:
             count: the number of valid tokens over which this replica's loss is the mean, the same on all its ranks; 0
                 for a batch without any.
 
-        Communicates, over the ranks of the same number of all replicas: an all-reduce of one number, one of four
-        numbers per parameter, and all-reduces of the gradients in buffers of 64 MiB; again without the replicas that
-        are lost meanwhile. The host waits for the result.
+        Communicates, over the ranks of the same number of all replicas: an all-reduce of a few numbers, one of four
+        numbers per parameter, one of one number per buffer, and all-reduces of the gradients and the written buffers,
+        64 MiB at once; again without the replicas that are lost meanwhile. The host waits for the result.
 
         Raises:
             ReplicaLost: this replica has lost a rank. TypeError, ValueError: a ``count`` that is no number of at least
-            0; gradients of other dtypes than another replica's. RuntimeError: not after ``begin``.
+            0; gradients of other dtypes than another replica's. ValueError, on all ranks of this replica: its
+            parameters or the options of its optimizer are not those of the others, which go on. RuntimeError: not after
+            ``begin``.
         """
         self._expect("average")
         number = float(count.item()) if isinstance(count, Tensor) and count.numel() == 1 else count
@@ -175,6 +197,7 @@ class ElasticData:
         while not self._summed(mean, self._view):
             self._enter(self._following(self._view, self._survivors))
         mean.install()
+        self._buffers.install(self._persistent())
         self.replicas = tuple(replica.name for replica in self._view.members)
         self._next = "commit"
 
@@ -204,26 +227,11 @@ class ElasticData:
 
     def _join(self, deadline: float) -> View:
         """Enters the first view of which this replica is a member, and returns it or a later one."""
-        if self._rank == 0 and not self._asked:
-            self._board.join(Replica(self._id, self._name, self.step))
-        self._asked = True
-        last = None
-        while True:
-            last = self._board.last_view(0 if last is None else last.number) or last
-            if last is not None and self._id in last.ids:
-                return self._enter(last)
-            joiners = self._proposals.joiners(last)
-            ready = len(joiners) >= self._least and any(joiner.id == self._id for joiner in joiners)
-            gone = set() if last is None else self._pulse.gone(last.ids)
-            # If no member of the last view is alive, the waiting replicas start again from the weights of one of them
-            if ready and (last is None or gone >= set(last.ids)):
-                self._board.propose(self._proposals.first(last, joiners))
-            elif time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"begin: {len(joiners)} replicas wait, and {self._least} or a running one must be there"
-                )
-            else:
-                time.sleep(LOOK)
+        try:
+            return self._enter(self._joining.view(self.step, self._least, deadline))
+        except ValueError:
+            self.close()
+            raise
 
     def _changes(self, view: View, deadline: float) -> bool:
         """Returns whether the step begins with other replicas, as all members decide together."""
@@ -232,7 +240,8 @@ class ElasticData:
             old = f"{view.number}/{self.step - 2}"  # all have read them, since all have summed the step after
             self._board.forget(f"begin/{old}", *(f"{what}/sum/{old}" for what in ("arrived", "done", "decided")))
         while (word := self._board.read(key)) is None:
-            joiners = self._proposals.joiners(view)
+            self._proposals.refuse(self._proposals.waiting(view), view.members[0])
+            joiners = self._proposals.joiners(view, view.members[0].family)
             if len(view.members) + len(joiners) >= self._least:
                 self._board.first(key, YES if joiners else NO)
             elif self._pulse.gone(view.ids):
@@ -286,19 +295,26 @@ class ElasticData:
             pair = (optimizer, None) if gives else (None, optimizer)
             source, target = (model, None) if gives else (None, model)
             moves = plan(source, target, process_group=few.process_group(), optimizers=pair)
+            states = states_to_give(optimizer, self._schedulers) if gives else None
+            given = all_gather_objects(states, few.process_group())[0]
             if not gives:
                 # Before they come: of a replica that has got weights the others must know of which step these are
                 self._proposals.note_move(view, self._id, self._moved)
-            moves.run()
-            if not gives and not self._moved:
-                self._moved = True
-                self._proposals.note_moved(self._id)
-        except RankLost as error:
-            # All had confirmed: these weights are whole, though ranks are gone since
-            if error.installed and not gives and not self._moved:
-                self._moved = True
-                self._proposals.note_moved(self._id)
-            raise
+            lost = None
+            try:
+                moves.run()
+            except RankLost as error:
+                # All had confirmed: these weights are whole, though ranks are gone since
+                if not error.installed:
+                    raise
+                lost = error
+            if not gives and given is not None:
+                take_states(given, optimizer, self._schedulers)
+                if not self._moved:
+                    self._moved = True
+                    self._proposals.note_moved(self._id)
+            if lost is not None:
+                raise lost
         finally:
             few.abandon()
 
@@ -306,6 +322,7 @@ class ElasticData:
         """Returns the view after this one; of which this replica must be a member."""
         following = self._board.view(view.number + 1, lambda: propose(view))
         if self._id not in following.ids:
+            self._joining.check()
             raise self._lost("the others have gone on without it")
         return following
 
@@ -320,9 +337,11 @@ class ElasticData:
         while not gone and time.monotonic() < until:
             if (later := self._board.last_view(view.number)) is not None:
                 return later
+            self._joining.check()
             gone = self._pulse.gone(view.ids)
             if self._id in gone:
                 raise self._lost("one of its ranks died")
+            gone |= {id_ for id_ in view.ids if self._board.read(f"unfit/{id_}") is not None}
             time.sleep(LOOK)
         self._unexplained = 0 if gone else self._unexplained + 1
         if self._unexplained > _ATTEMPTS:
@@ -343,16 +362,37 @@ class ElasticData:
         """Returns whether all ranks have the mean of the gradients of these replicas."""
         phase = f"sum/{view.number}/{self.step}"
         error: Exception | None = None
+        self._fit.publish()
         if not self._phases.arrived(phase, view):
             error = GivenUpError()
         else:
             try:
-                mean.sum(lambda tensor, largest: self._all_reduce(tensor, largest, phase, view))
+
+                def all_reduce(tensor: Tensor, largest: bool) -> None:
+                    self._all_reduce(tensor, largest, phase, view)
+
+                total = self._total(mean.count, view, all_reduce)
+                self._buffers.receive(self._persistent(), view.ids[0] == self._id, all_reduce)
+                mean.sum(total, all_reduce)
             except (GivenUpError, RuntimeError) as failure:
                 error = failure
             except (ValueError, TypeError) as failure:
                 self._phases.refuse(phase, failure)
         return self._agreed(phase, view, error)
+
+    def _total(self, count: float, view: View, all_reduce: AllReduce) -> float:
+        """Returns the number of tokens of all replicas. GivenUpError: a rank of this number describes itself otherwise
+        than most."""
+        numbers = torch.zeros(1 + len(view.members), dtype=torch.float64)
+        numbers[0], numbers[1 + view.ids.index(self._id)] = count, self._fit.number
+        all_reduce(numbers, False)
+        total, *words = numbers.tolist()
+        if not self._fit.all_fit(view.ids, words, self._name):
+            raise GivenUpError
+        return total
+
+    def _persistent(self) -> list[Tensor]:
+        return [buffer for _, buffer in persistent(self._modules)]
 
     def _all_reduce(self, tensor: Tensor, largest: bool, phase: str, view: View) -> None:
         if len(view.members) == 1:
@@ -403,25 +443,6 @@ class ElasticData:
                 return self._lost("one of its ranks died")
             time.sleep(LOOK)
         return error
-
-
-class _StepContext:
-    """The context of a step of :class:`ElasticData`."""
-
-    def __init__(self, elastic: ElasticData) -> None:
-        self._elastic = elastic
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            return
-        raised = self._elastic._leave(error)
-        if raised is not error:
-            raise raised from error
 
 
 def _before(act: str) -> str:

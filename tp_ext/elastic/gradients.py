@@ -1,16 +1,13 @@
 """The mean of gradients over replicas, which is kept apart until all of them have it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from tp_ext.elastic.buffers import AllReduce
 from tp_ext.parallel.grad_norm import gradient_terms, local_gradient
 from tp_ext.parallel.gradient_sum import check_kinds, gradient_buckets, kinds_of_gradients
-
-AllReduce = Callable[[Tensor, bool], Any]
-"""Begins an all-reduce, of the largest element if the flag is set, and waits for it."""
 
 
 class MeanGradients:
@@ -26,15 +23,15 @@ class MeanGradients:
 
     def __init__(self, params: Sequence[Tensor], count: float) -> None:
         self._params = list(dict.fromkeys(params))
-        self._count = count
+        self.count = count
         self._held: list[tuple[Tensor, list[Tensor]]] = []
         self._missing: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def sum(self, all_reduce: AllReduce) -> None:
-        """Computes the mean, in buffers of at most 64 MiB, or of one gradient.
+    def sum(self, total: float, all_reduce: AllReduce) -> None:
+        """Computes the mean over ``total`` tokens, in buffers of at most 64 MiB, or of one gradient.
 
-        Communicates: an all-reduce of one fp64 number; one of four numbers per parameter; those of the gradients.
+        Communicates: an all-reduce of four numbers per parameter; those of the gradients.
 
         Raises:
             ValueError: see :func:`tp_ext.parallel.sum_gradients`.
@@ -42,11 +39,8 @@ class MeanGradients:
         self._held, self._missing = [], {}
         if not self._params:
             return
-        device = self._params[0].device
-        total = torch.tensor([float(self._count)], dtype=torch.float64, device=device)
-        all_reduce(total, False)
         # Without any token the gradients become zero, and not NaN
-        share = self._count / max(total.item(), 1e-300)
+        share = self.count / max(total, 1e-300)
         kinds = kinds_of_gradients(self._params)
         all_reduce(kinds, True)
         grads: list[Tensor] = []

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from tp_ext.elastic.board import YES, Board, Replica, View
+from tp_ext.elastic.fit import difference
 from tp_ext.elastic.pulse import Pulse
 
 
@@ -16,6 +17,7 @@ class Proposals:
 
     def __init__(self, board: Board, pulse: Pulse, size: int) -> None:
         self._board, self._pulse, self._size = board, pulse, size
+        self._refused: set[str] = set()
 
     def note_move(self, view: View, replica: str, again: bool) -> None:
         """Notes, before a new replica gets weights, of which step they are; ``again``: this rank has got some before,
@@ -28,12 +30,33 @@ class Proposals:
         """Notes that this rank of a new replica has got weights."""
         self._board.count(f"moved/{replica}", 1)
 
-    def joiners(self, view: View | None) -> list[Replica]:
-        """Returns the replicas that wait to take part."""
+    def joiners(self, view: View | None, family: str | None) -> list[Replica]:
+        """Returns the replicas of a family that wait to take part; None: that of the first one that waits."""
+        # Those of other families may have other numbers of ranks
+        alive = [
+            replica
+            for replica in self.waiting(view)
+            if family in (None, replica.family) and not self._pulse.gone([replica.id], replica.ranks)
+        ]
+        return [replica for replica in alive if replica.family == alive[0].family]
+
+    def waiting(self, view: View | None) -> list[Replica]:
+        """Returns the replicas that have asked to take part, some of which may be gone."""
         known = set() if view is None else {*view.ids, *view.out}
-        waiting = [replica for replica in self._board.joined() if replica.id not in known]
-        gone = self._pulse.gone([replica.id for replica in waiting]) if waiting else set()
-        return [replica for replica in waiting if replica.id not in gone]
+        return [replica for replica in self._board.joined() if replica.id not in known]
+
+    def refuse(self, replicas: Sequence[Replica], reference: Replica) -> None:
+        """Notes what of each replica of another family differs from a replica."""
+        for replica in replicas:
+            if replica.family != reference.family and replica.id not in self._refused:
+                self._refused.add(replica.id)
+                text = difference(self._board, replica, reference) or f"{reference.name!r} began with another model"
+                self._board.first(f"unfit/{replica.id}", text)
+
+    def running(self, view: View | None) -> Replica | None:
+        """Returns the first member of a view that is not gone, of which this replica may be none."""
+        gone = set() if view is None else self._pulse.gone(view.ids, view.members[0].ranks)
+        return next((member for member in (view.members if view else ()) if member.id not in gone), None)
 
     def first(self, last: View | None, joiners: Sequence[Replica]) -> View:
         """Returns a view of replicas that are all new, after the last one, whose members are all gone."""
@@ -46,7 +69,7 @@ class Proposals:
         gone = self._pulse.gone(view.ids)
         # This rank may not know yet that its own replica is gone
         members = [member for member in view.members if member.id not in gone] or list(view.members)
-        joiners = self.joiners(view)
+        joiners = self.joiners(view, view.members[0].family)
         out = (*view.out, *(id_ for id_ in view.ids if id_ not in [member.id for member in members]))
         fresh = tuple(joiner.id for joiner in joiners)
         # Any member has the weights of this step: the first one gives them

@@ -19,7 +19,7 @@ class Pulse:
     Args:
         store: of this object alone: another thread that waits in it would hold up the signs of life.
         replica: the id of the replica.
-        rank, size: in the replica; all replicas have as many ranks.
+        rank, size: in the replica.
         silence: seconds.
     """
 
@@ -40,10 +40,15 @@ class Pulse:
             with contextlib.suppress(Exception):  # of a store that is gone
                 self._store.set(self._own, LEFT)
 
-    def gone(self, replicas: Iterable[str]) -> set[str]:
+    def gone(self, replicas: Iterable[str], ranks: int | None = None) -> set[str]:
         """Returns those of the replicas that are gone. It has to be called again and again: a first look cannot tell
-        since when a rank is silent."""
-        return self._look({self._key(replica, rank): replica for replica in replicas for rank in range(self._size)})
+        since when a rank is silent.
+
+        Args:
+            ranks: the number of ranks of each; None: as many as this one has.
+        """
+        size = self._size if ranks is None else ranks
+        return self._look({self._key(replica, rank): replica for replica in replicas for rank in range(size)})
 
     def others_gone(self, replica: str) -> bool:
         """Returns whether another rank of this rank's replica is gone; as :meth:`gone`."""
