@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tp_ext.elastic.board import Board, Replica
 from tp_ext.model.census import census
 
-Description = dict[str, str]
+Fields = dict[str, str]
 # Options that say how to compute, which hosts may choose differently, and lists of the parameters themselves
 _NO_VALUES = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
@@ -44,8 +44,8 @@ class Fit:
         self._modules, self._optimizer, self._schedulers = modules, optimizer, schedulers
         self._settings = {name: repr(value) for name, value in settings.items()}
         self._key: object = None
-        self._model: Description = {}
-        self._options: Description = {}
+        self._model: Fields = {}
+        self._options: Fields = {}
         self._published: dict[str, str] = {}
 
     def publish(self) -> None:
@@ -100,7 +100,7 @@ class Fit:
         groups = [[id(param) for param in group["params"]] for group in self._optimizer.param_groups]
         return params, groups, [(name, buffer.shape, buffer.dtype) for name, buffer in persistent(self._modules)]
 
-    def _model_now(self) -> Description:
+    def _model_now(self) -> Fields:
         description = self._settings | {
             "optimizer": type(self._optimizer).__name__,
             "schedulers": repr([type(scheduler).__name__ for scheduler in self._schedulers]),
@@ -156,7 +156,7 @@ def persistent(modules: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for buffer, name in buffers.items()]
 
 
-def options_of(optimizer: Optimizer) -> Description:
+def options_of(optimizer: Optimizer) -> Fields:
     """Returns the options of the parameter groups as text."""
     return {
         f"option {name!r} of parameter group {number}": _shown(value)
@@ -188,7 +188,7 @@ def take_states(given: tuple[list[dict[str, Any]], list[Any]], optimizer: Optimi
         scheduler.load_state_dict(state)
 
 
-def _difference(description: Description, reference: Description, name: str, rank: int) -> str:
+def _difference(description: Fields, reference: Fields, name: str, rank: int) -> str:
     """Returns a sentence about the first difference from the description of a replica; "" without one."""
     for what in [*reference, *description]:
         if (value := description.get(what, "not there")) != (other := reference.get(what, "not there")):
@@ -196,8 +196,8 @@ def _difference(description: Description, reference: Description, name: str, ran
     return ""
 
 
-def _read(board: Board, what: str, replica: str, rank: int) -> Description:
-    description: Description = json.loads(board.read(f"{what}/{replica}/{rank}") or "{}")
+def _read(board: Board, what: str, replica: str, rank: int) -> Fields:
+    description: Fields = json.loads(board.read(f"{what}/{replica}/{rank}") or "{}")
     return description
 
 
