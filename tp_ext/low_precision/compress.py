@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from tp_ext._object_collectives import call_and_gather
 from tp_ext.group import Group, parallel_group, process_group
 from tp_ext.low_precision.compressed_exchange import Compressed, Format, GradientBucket, Pipeline, shares_of
 from tp_ext.model.census import census
+from tp_ext.model.known_parameters import KnownParameters
 from tp_ext.parallel.average_gradients import is_sharded_over
 from tp_ext.parallel.grad_norm import gradient_terms
 from tp_ext.parallel.gradient_sum import average_over, check_kinds, gradient_buckets, kinds_of_gradients
@@ -26,7 +27,7 @@ from tp_ext.sharding import Layout, Sharding
 Exempt = Callable[[str, nn.Parameter], bool]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_models: WeakSet[nn.Module] = WeakSet()  # that have a handle
+_handles: WeakKeyDictionary[nn.Module, ref["CompressedGradients"]] = WeakKeyDictionary()
 
 
 class _Chosen(NamedTuple):
@@ -115,7 +116,7 @@ def compress_gradients(
             raise ValueError(f"model: parameters and options of rank {rank} must be those of rank 0 of the data axis")
     handle = CompressedGradients(model, chosen[0], Format(block, compress == "float8"), feedback, data)
     for module in model.modules():
-        _models.add(module)
+        _handles[module] = ref(handle)
     return handle
 
 
@@ -126,7 +127,9 @@ def _few_dims(name: str, param: nn.Parameter) -> bool:
 def _choose(
     model: nn.Module, ddp: DistributedDataParallel | None, exempt: Exempt, data: ProcessGroup, block: int
 ) -> _Chosen:
-    if any(module in _models for module in model.modules()):
+    handles = {handle for module in model.modules() if (of := _handles.get(module)) and (handle := of()) is not None}
+    # One whose model has other parameters now takes no mean any more
+    if any(handle._known.is_current() for handle in handles):
         raise ValueError("model: its gradients must not be compressed already")
     parts = census(model)
     # A wrapper inside would take the means of its own part before, in full precision
@@ -207,9 +210,12 @@ class CompressedGradients:
             param: self._params[name] for name, param in chosen.compressed.items()
         }
         self._exempt = chosen.exempt
-        self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        ddp = isinstance(model, DistributedDataParallel)
+        self._known = KnownParameters(model.children() if ddp else [model], "compress_gradients", hooked=ddp)
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(_Hook(self), _Hook.__call__)
+            # DDP calls that hook for the parameters that it knows
+            model.register_forward_pre_hook(lambda *_: self._known.check() if torch.is_grad_enabled() else None)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -219,18 +225,31 @@ class CompressedGradients:
         gradients as :func:`tp_ext.parallel.sum_gradients`. Nothing over one rank.
 
         Raises:
-            RuntimeError: the model is under DDP. ValueError: a parameter that was frozen has a gradient; on all ranks,
+            RuntimeError: the model is under DDP. ValueError, on all ranks: a parameter was replaced, added, removed,
+                unfrozen or converted since :func:`compress_gradients`, or has a gradient and is frozen since before;
                 see :func:`tp_ext.parallel.sum_gradients`.
         """
-        if any(param.grad is not None for param in self._frozen):
-            raise ValueError("model: a parameter that was frozen at compress_gradients must have no gradient")
         if isinstance(self._model, DistributedDataParallel):
             raise RuntimeError("average: must not be called under DDP, whose hook takes the means")
+        problem: ValueError | None = None
+        try:
+            self._known.check()
+            self._check_frozen()
+        except ValueError as error:
+            # Kept, not raised: the others would wait for this rank
+            problem = error
         if self._data.size() == 1:
+            if problem is not None:
+                raise problem
             return
         params = list(self._compressed)
         kinds = kinds_of_gradients(params)
+        flag = kinds.new_full((1, kinds.shape[1]), int(problem is not None))
+        kinds = torch.cat([kinds, flag])
         dist.all_reduce(kinds, dist.ReduceOp.MAX, group=self._data)
+        if kinds[-1].any():
+            raise problem or ValueError("model: another rank of the data axis has refused to average, see its error")
+        kinds = kinds[:-1]
         owners: dict[int, Compressed] = {}
         grads: list[Tensor] = []
         for param, has_grad in zip(params, check_kinds(params, kinds), strict=True):
@@ -248,6 +267,13 @@ class CompressedGradients:
             pipeline.add(self.bucket([owners[id(grad)] for grad in bucket], bucket))
         pipeline.finish()
         average_over(self._exempt, self._data)
+
+    def _check_frozen(self) -> None:
+        for name, param in self._model.named_parameters():
+            if param.grad is not None and not param.requires_grad and not self._known.was_trained(param):
+                raise ValueError(
+                    f"model: a parameter that was frozen at compress_gradients must have no gradient, and {name!r} has"
+                )
 
     def bucket(
         self, params: Sequence[Compressed], grads: Sequence[Tensor], exempt: Sequence[Tensor] = ()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import Census, census
+from tp_ext.model.known_parameters import KnownParameters
 from tp_ext.model.names import name_joined, reset_parameters
 from tp_ext.parallel.average_gradients import ignore_experts
 from tp_ext.parallel.block_wrappers import wrap_blocks
@@ -198,6 +199,7 @@ class ParallelRun:
         mean_over: list[Group] = [axis.name for axis in data.axes]
         self._schedule = self._ddp = None
         self._tree: MicrobatchTree | None = None
+        self._known: KnownParameters | None = None
         if pp is not None:
             self._schedule = pipeline_stages(
                 model,
@@ -213,6 +215,8 @@ class ParallelRun:
                 device=device,
             )
             self.state: Any = self._schedule.stages
+            if sharding:
+                self._known = KnownParameters(self.state, "parallelize", sharded=True)
             # DDP's hooks would fire in every microbatch; FSDP2 sums by itself
             if replicas.exist and not sharding:
                 self._schedule.reduce_gradients = lambda: replicas.average_gradients(self.state)
@@ -223,8 +227,11 @@ class ParallelRun:
         blocks = known.blocks if model is known.model else [model]
         materialise(model, device, reset_parameters, blocks, sharding, known.experts.values())
         self.state = model
+        if sharding:
+            self._known = KnownParameters([model], "parallelize", sharded=True)
         if options.invariant_blocks is not None:
             self._tree = MicrobatchTree(model, options.invariant_blocks, *data.axes)
+            self._known = self._known or KnownParameters([model], "parallelize", hooked=True)
             return
         # A data axis of one rank is no replica. What FSDP2 shards it also sums
         if replicas.exist and not sharding:
@@ -232,6 +239,7 @@ class ParallelRun:
             if replicas.shards_experts:  # different ones on the ranks of the data axis, which DDP would overwrite
                 ignore_experts(model)
             self._ddp = DistributedDataParallel(model, process_group=replicas.whole.get_group())
+            self._known = KnownParameters([model], "parallelize", hooked=True)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters, those of its stages under a pipeline."""
@@ -276,7 +284,9 @@ class ParallelRun:
 
         Raises:
             ValueError: ``microbatches`` does not divide the batch; a list of layouts of another length, or of unequal
-                numbers of tokens. TypeError: no tensor, no layout. On all data ranks, if one of them finds it.
+                numbers of tokens; parameters that were replaced, added, removed, frozen, unfrozen or converted since
+            :func:`parallelize`, where data ranks have copies of them. TypeError: no tensor, no layout. On all data
+            ranks, if one of them finds it.
         """
         value = self._run(inputs, target, keywords, train=True)
         self.next_step += 1
@@ -314,10 +324,14 @@ class ParallelRun:
 
     def _run(self, inputs: Any, target: Tensor, keywords: dict[str, Any], *, train: bool) -> Tensor:
         """Runs all microbatches, with their backward or without; returns the loss."""
+
+        def checked() -> StepInputs:
+            if train and self._known is not None:
+                self._known.check()
+            return StepInputs(inputs, target, keywords, self._microbatches, self.data_rank)
+
         # Before any collective of the layers: with a bad batch on one rank the others would wait in theirs
-        self._inputs = on_all_data_ranks(
-            lambda: StepInputs(inputs, target, keywords, self._microbatches, self.data_rank), self._data, self._device
-        )
+        self._inputs = on_all_data_ranks(checked, self._data, self._device)
         try:
             if self._schedule is not None:
                 # Users set this number after a checkpoint is loaded, not that of the schedule

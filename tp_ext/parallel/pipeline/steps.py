@@ -90,7 +90,7 @@ class PipelineSteps:
         self._losses: Tensor | None = None
         self._loss: Tensor | None = None
         self._trained = False  # whether the last step has computed gradients, so that all ranks know that it has losses
-        self._trainable: list[bool] = []
+        self._trainable: dict[str, bool] = {}
         for stage in setup.torch_stages:
             stage.register_forward_context(partial(self._context_of, stage.stage_index))
 
@@ -340,15 +340,14 @@ class PipelineSteps:
                 # Its constructor would take them, but the shapes of a batch are known since the first step only
                 stage._user_meta = metas[stage.stage_index]
 
-    def _requires_grad(self) -> list[bool]:
-        return [param.requires_grad for param in self.parameters()]
+    def _requires_grad(self) -> dict[str, bool]:
+        return {name: param.requires_grad for stage in self.stages for name, param in stage.named_parameters()}
 
     def _check_trainable(self) -> None:
         """Raises ValueError if other parameters require a gradient than in the first step."""
         found = self._requires_grad()
         if found != self._trainable:
-            names = [name for stage in self.stages for name, _ in stage.named_parameters()]
-            changed = [name for name, *both in zip(names, found, self._trainable, strict=True) if both[0] != both[1]]
+            changed = [name for name in [*found, *self._trainable] if found.get(name) != self._trainable.get(name)]
             raise ValueError(
                 f"model: requires_grad of {changed[0]!r} must be as in the first step, which says between which stages "
                 "gradients are sent; make the stages again to freeze or train other parameters"
