@@ -125,6 +125,13 @@ JOINERS = {
     "tie": (None, tied, (adamw, adamw), {}, r"parameter '1.up.weight' .*is tied to '0.up.weight'"),
     "buffers": (None, without_statistics, (adamw, adamw), {}, r"buffer '2.running_mean'.*not there"),
     "optimizer": (None, None, (adamw, lambda net: torch.optim.Adam(net.parameters())), {}, "optimizer.*AdamW.*Adam"),
+    "amsgrad": (
+        None,
+        None,
+        (adamw, lambda net: torch.optim.AdamW(net.parameters(), amsgrad=True)),
+        {},
+        r"options with states of parameter group 0 .* \[\], and is \['amsgrad'\]",
+    ),
     "groups": (None, None, (adamw, two_groups), {}, "parameter groups on rank 0 must be as in 'a', 1, and is 2"),
     "members of groups": (
         None,

@@ -37,6 +37,61 @@ def _adam(module):
     return torch.optim.Adam(module.parameters())
 
 
+def _trained(module, optimizer, steps=1):
+    for _ in range(steps):
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return optimizer
+
+
+def _states(kind, options_of_source, options, steps=(1, 0)):
+    """A plan between optimizers of one class, with other options, that have had some steps."""
+
+    def planned(group):
+        models = _linear(group), _linear(None)
+        optimizers = [
+            _trained(model, kind(model.parameters(), **given), number)
+            for model, given, number in zip(models, (options_of_source, options), steps, strict=True)
+        ]
+        return tp_ext.refit.plan(*models, optimizers=optimizers)
+
+    return planned
+
+
+def _muon(group, swapped):
+    models = _linear(group), _linear(None)
+    pairs = [(model.weight, model.bias) for model in models]
+    first = tp_ext.optim.Muon([pairs[0][0]], adamw_params=[pairs[0][1]], lr=0.1)
+    weight, bias = pairs[1]
+    second = tp_ext.optim.Muon([] if swapped else [weight], adamw_params=[weight, bias] if swapped else [bias], lr=0.1)
+    return tp_ext.refit.plan(*models, optimizers=(_trained(models[0], first), second))
+
+
+def _trained_elsewhere(group):
+    """The source's optimizer does not hold a parameter whose state the target's has."""
+    models = _linear(group), _linear(None)
+    first = _trained(models[0], torch.optim.Adam([models[0].weight]))
+    return tp_ext.refit.plan(*models, optimizers=(first, _trained(models[1], _adam(models[1]))))
+
+
+def _parts_with_and_without(group):
+    source, target = nn.ModuleDict({name: nn.Linear(4, 3, bias=False) for name in "qk"}), nn.Module()
+    target.fused = tp_ext.ColumnParallelLinear(4, 6, parts=(3, 3), bias=False, group=group)
+    first = _adam(source)
+    source["k"].weight.grad = torch.ones(3, 4)
+    first.step()
+    names = {"fused.weight": ["q.weight", "k.weight"]}
+    return tp_ext.refit.plan(source, target, names=names, optimizers=(first, _adam(target)))
+
+
+def _of_kinds(group, of_source, of_target):
+    models = nn.Module(), nn.Module()
+    for model, dtype in zip(models, (of_source, of_target), strict=True):
+        model.register_buffer("x", torch.zeros(3, dtype=dtype))
+    return tp_ext.refit.plan(*models)
+
+
 def _share(group):
     model, other = _linear(group), _linear(group)
     other.bias = model.bias
@@ -118,6 +173,31 @@ WRONG = {
         lambda g: tp_ext.refit.plan(_linear(g), b := _linear(g), optimizers=(None, _adam(b))),
         "optimizers: that of the source is None on all ranks",
     ),
+    "states of the target alone": (
+        _states(torch.optim.AdamW, {}, {"amsgrad": True}, (1, 1)),
+        "optimizers: that of the source must have the state 'max_exp_avg_sq' of 'weight', since the target's has it",
+    ),
+    "amsgrad, without state": (
+        _states(torch.optim.Adam, {}, {"amsgrad": True}),
+        "optimizers: 'amsgrad' of 'weight' must be set in the source's as in the target's",
+    ),
+    "centered": (_states(torch.optim.RMSprop, {}, {"centered": True}), "optimizers: 'centered' of 'weight'"),
+    "momentum": (_states(torch.optim.RMSprop, {}, {"momentum": 0.9}), "optimizers: 'momentum' of 'weight'"),
+    "more by momentum": (
+        _states(torch.optim.RMSprop, {}, {"momentum": 0.9}, (1, 1)),
+        "must have the state 'momentum_buffer' of 'weight'",
+    ),
+    "groups of Muon": (lambda g: _muon(g, True), "optimizers: 'use_muon' of 'weight' must be the same"),
+    "not in the source's": (_trained_elsewhere, "must have the state 'exp_avg' of 'bias', since the target's has it"),
+    "parts without state": (
+        _parts_with_and_without,
+        r"optimizers: states of 'k.weight', .* must be those of 'q.weight'",
+    ),
+    "numbers and codes": (
+        lambda g: _of_kinds(g, torch.int8, torch.bfloat16),
+        "source: 'x' is of torch.int8 and must be of floating point as 'x' of the target, of torch.bfloat16",
+    ),
+    "mask and numbers": (lambda g: _of_kinds(g, torch.float32, torch.bool), "source: 'x' is of torch.float32 and must"),
     "lacking ranks": (_one_rank, "source: 'weight' must be held as a whole by the ranks.* which lack 12 of 24"),
     "arguments": (_differ, "refit.plan: its arguments must be the same on all ranks, and are .*bucket_bytes=1048576"),
 }
@@ -214,3 +294,113 @@ def test_check_compares_copies():
     messages = simulated.run(_unequal, 4)
     assert len(set(messages)) == 1
     assert re.search(r"'embedding.weight' must be equal .* differs between ranks \[0, 1, 3\] and \[2\]", messages[0])
+
+
+def _two_that_differ(group):
+    model = nn.Module()
+    for name in ("first", "second", "third"):
+        setattr(model, name, nn.Parameter(torch.zeros(3)))
+    if group.rank() == 1:
+        with torch.no_grad():
+            model.second += 1
+            model.third += 1
+    try:
+        tp_ext.refit.plan(model, nn.ParameterDict({"first": torch.zeros(3)})).run(check=True)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_check_names_all_tensors_that_differ():
+    for message in simulated.run(_two_that_differ, 2):
+        assert message == (
+            "source: 'second' must be equal on the ranks that hold the same elements, and differs between ranks [0] "
+            "and [1]; as do 'third'"
+        )
+
+
+def _untied(group, how, rows):
+    """An untied source, sharded or not, and a tied target; ``how`` they differ."""
+    source = nn.Module()
+    source.embedding = tp_ext.VocabParallelEmbedding(6, 4, group=group) if rows else nn.Embedding(6, 4)
+    source.head = tp_ext.ColumnParallelLinear(4, 6, bias=False, group=group)
+    target = nn.Module()
+    target.embedding, target.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    target.head.weight = target.embedding.weight
+    tp_ext.refit.plan(source, target, names={"embedding.weight": "head.weight"}).run(check=True)
+    whole = target.head.weight.detach().clone()
+    with torch.no_grad():
+        for param in source.embedding.parameters():
+            param.copy_(whole.chunk(group.size())[group.rank()] if rows and group.size() > 1 else whole)
+    optimizers = None
+    if how == "a value":
+        with torch.no_grad():
+            source.head.weight[-1, -1] += 1
+    if how in ("a state", "equal states"):
+        optimizers = [_trained(model, torch.optim.Adam(model.parameters())) for model in (source, target)]
+        if how == "a state" and group.rank() == 0:
+            optimizers[0].state[source.head.weight]["exp_avg"][0, 0] += 1
+    plan = tp_ext.refit.plan(source, target, optimizers=optimizers)
+    before = target.head.weight.clone()
+    plan.run()  # gets the first one's without a check
+    with torch.no_grad():
+        target.head.weight.copy_(before)
+    try:
+        plan.run(check=True)
+    except ValueError as error:
+        assert torch.equal(before, target.head.weight)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("how", ["a value", "a state", "equal states", "equal"])
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_check_compares_what_the_target_ties(p, how, rows):
+    key = {"a state": ".exp_avg", "a value": ""}.get(how)
+    for message in simulated.run(_untied, p, how, rows):
+        if key is None:
+            assert message == ""
+        else:
+            assert message.startswith(
+                f"source: 'embedding.weight{key}' and 'head.weight{key}' must be equal, which are one"
+            )
+
+
+SERVED = {
+    "momentum alone": (torch.optim.SGD, {"lr": 0.1}, {"lr": 0.1, "momentum": 0.9}, (1, 0)),
+    "less": (torch.optim.Adam, {"amsgrad": True}, {}, (1, 1)),
+    "no steps": (torch.optim.Adam, {}, {"amsgrad": True}, (0, 0)),
+    "begins anew": (torch.optim.Adam, {}, {"amsgrad": True}, (0, 1)),
+    "another rate": (torch.optim.AdamW, {"lr": 0.1, "betas": (0.5, 0.6)}, {"lr": 0.3, "maximize": True}, (1, 1)),
+}
+
+
+def _served(group, case):
+    kind, of_source, options, steps = SERVED[case]
+    models = _linear(group), _linear(None)
+    pair = [kind(model.parameters(), **given) for model, given in zip(models, (of_source, options), strict=True)]
+    for model, optimizer, number in zip(models, pair, steps, strict=True):
+        _trained(model, optimizer, number)
+    tp_ext.refit.plan(*models, optimizers=pair).run(check=True)
+    _trained(models[1], pair[1])
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_a_step_after_a_refit_finds_its_states(case):
+    simulated.run(_served, 2, case)
+
+
+def _amsgrad_later(group):
+    models = _linear(group), _linear(None)
+    pair = [_trained(model, _adam(model)) for model in models]
+    plan = tp_ext.refit.plan(*models, optimizers=pair)
+    pair[1].param_groups[0]["amsgrad"] = group.rank() == 1
+    with pytest.raises(ValueError) as error:
+        plan.run()
+    return str(error.value)
+
+
+def test_run_refuses_options_by_which_there_are_more_states():
+    for message in simulated.run(_amsgrad_later, 2):
+        assert message.startswith("optimizers: the options of that of the target by which it has more states")

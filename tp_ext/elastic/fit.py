@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tp_ext.elastic.board import Board, Replica
 from tp_ext.model.census import census
+from tp_ext.refit.contents import OPTIONS_OF_STATES
 
 Fields = dict[str, str]
 # Options that say how to compute, which hosts may choose differently, and lists of the parameters themselves
@@ -106,6 +107,9 @@ class Fit:
             "schedulers": repr([type(scheduler).__name__ for scheduler in self._schedulers]),
             "parameter groups": str(len(self._optimizer.param_groups)),
         }
+        for number, group in enumerate(self._optimizer.param_groups):
+            of_states = [name for name in OPTIONS_OF_STATES if group.get(name)]
+            description[f"options with states of parameter group {number}"] = repr(of_states)
         layouts = {entry.value: entry.layout for entry in census(self._modules).parameters.values()}
         group_of = {param: n for n, group in enumerate(self._optimizer.param_groups) for param in group["params"]}
         if foreign := [param for param in group_of if param not in layouts]:

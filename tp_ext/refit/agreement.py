@@ -75,6 +75,11 @@ def check_unchanged(before: Description, now: Description, side: str) -> None:
             f"optimizers: that of the {side} must hold the parameters that it held when the plan was made: make a new "
             "plan"
         )
+    if before.options != now.options:
+        raise ValueError(
+            f"optimizers: the options of that of the {side} by which it has more states, such as amsgrad, must be as "
+            "when the plan was made: make a new plan"
+        )
 
 
 def host() -> str:

@@ -19,6 +19,8 @@ from tp_ext.model.stages import Stages, joined
 from tp_ext.refit.rectangles import Ints, Rectangle
 
 SIDES = "source", "target"
+# Options that say which states there are, by an optimizer that makes all of a parameter in its first step
+OPTIONS_OF_STATES = "amsgrad", "centered", "momentum", "use_muon"
 
 
 class Item(NamedTuple):
@@ -64,6 +66,8 @@ class Description(NamedTuple):
         ties: pairs of names of one tensor.
         optimizer: the class of the optimizer, and its options by which classes differ; None without one.
         device: the type of the device on which its tensors are communicated.
+        options: pairs of the name of a parameter of the optimizer and its options by which there are more states, or
+            others.
     """
 
     items: list[Item]
@@ -71,6 +75,7 @@ class Description(NamedTuple):
     ties: list[tuple[str, str]]
     optimizer: tuple[str, frozenset[str]] | None
     device: str
+    options: tuple[tuple[str, frozenset[str]], ...] = ()
 
 
 class Place(NamedTuple):
@@ -161,7 +166,11 @@ class Contents:
             kind = type(self.states.inner).__name__, frozenset(self.states.inner.defaults) & hyperparameters()
         optimized = [param for _, param in self._optimized()] if target else []
         device = next((device_of(tensor).type for tensor in known.tensors), "cpu")
-        self.description = Description(items, optimized, ties, kind, device)
+        options = tuple(
+            (param.name, frozenset(name for name in OPTIONS_OF_STATES if param.options.get(name)))
+            for param in (known.optimized(optimizer) if optimizer is not None else ())
+        )
+        self.description = Description(items, optimized, ties, kind, device, options)
 
     def is_of(self, tensors: list[Any] | None) -> bool:
         """Returns whether it is that of a model with these :func:`live_tensors`."""

@@ -62,7 +62,8 @@ def plan(
         process_group: the ranks of both models; None: all ranks of the job.
         names: a name of the target -> a name of the source; ``(name, i)`` for part i of a fused parameter, as its
             :class:`tp_ext.Sharding` has them (q, k, v; gate, up); or a list of these, which are concatenated along the
-            dim in which their lengths add up. Others have equal names. Tied parameters need one of their names.
+            dim in which their lengths add up. Others have equal names. Tied parameters need one of their names; one
+            whose names are two tensors of the source gets the first, which ``check`` of :meth:`RefitPlan.run` compares.
         optimizers: ``(optimizer of the source, optimizer of the target)``, None on a rank without the model: their
             states move, too, by the name of the parameter. A target without state gets it; options of parameter groups
             stay the target's.
@@ -83,7 +84,9 @@ def plan(
         TypeError: an argument of another type.
         ValueError, on all ranks: neither model on any rank, or arguments that differ between ranks; an entry of the
             target without a source, or whose full shape is another one; a name in ``names`` that is not there; elements
-            that no rank holds; models that share memory; optimizers of different classes, a state that is no tensor;
+            that no rank holds; models that share memory; optimizers of different classes, a state that is no tensor, or
+            that the target's has, or makes by an option such as ``amsgrad``, and the source's has not; a tensor of
+            floating point and one that is not;
             an entry on the meta device. Others as :func:`tp_ext.sharded_state_dict`.
     """
     for model in (source, target):
@@ -156,7 +159,7 @@ class RefitPlan:
             bucket,
         )
         rank, size = self._rank, len(reports)
-        self._states, self._shared = routes.states[rank], list(routes.shared())
+        self._states, self._shared, self._ties = routes.states[rank], list(routes.shared()), routes.ties
         self.bytes = sum(move.bytes for round_ in routes.rounds for move in round_)
         self._rounds = [Round(moves, rank, size) for moves in routes.rounds]
         copies = [move for move in routes.copies if move.sender == rank]
@@ -175,8 +178,8 @@ class RefitPlan:
         """Moves the weights, as they are now. Every rank of the group calls it.
 
         Args:
-            check: compares checksums of the elements of the source that several ranks hold, before anything is moved.
-                The same on all ranks.
+            check: compares checksums of the elements of the source that several ranks hold, and of tensors of the
+                source that are one in the target, before anything is moved. The same on all ranks.
 
         Communicates: an all-to-all per bucket, and one all-reduce of one number, by which all ranks confirm: after the
         buckets if ``atomic``, else before them. With ``check`` also one all-gather of objects. The store of the group
@@ -184,7 +187,8 @@ class RefitPlan:
 
         Raises:
             ValueError: on all ranks, nothing has changed then: a parameter of a model was replaced since the plan was
-                made, or states of the optimizer came or went; with ``check``, ranks that hold different values.
+                made, or states of the optimizer came or went; with ``check``, ranks, or tensors to be one, that hold
+                different values: it names all tensors.
             RankLost: a rank died, or did not call this within the timeout of the group.
         """
         check_bool(check=check)
@@ -364,25 +368,43 @@ class RefitPlan:
         return lost
 
     def _check_replicas(self, source: Contents | None, problem: Exception | None) -> None:
-        def checksums() -> dict[int, tuple[int, ...]]:
+        def checksums() -> dict[Any, tuple[int, ...]]:
             _raise(problem)
-            sums = {}
+            sums: dict[Any, tuple[int, ...]] = {}
             for number, shared in enumerate(self._shared):
                 if source is not None and (place := shared.places.get(self._rank)) is not None:
-                    sums[number] = tuple(checksum(bits_of(source.view(place, shared.sizes))).tolist())
+                    sums[number] = _sum(source.view(place, shared.sizes))
+            for number, tie in enumerate(self._ties):
+                for side, (rank, place) in enumerate(tie.holders):
+                    if source is not None and rank == self._rank:
+                        # Of two tensors, which may have two dtypes
+                        sums[number, side] = _sum(source.view(place, tie.sizes).double())
             return sums
 
         reports = call_and_gather(self._group, checksums)
         ranks = dist.get_process_group_ranks(self._group) if self._group is not None else [0]
+        different: dict[str, str] = {}
         for number, shared in enumerate(self._shared):
             by_value: dict[tuple[int, ...], list[int]] = {}
             for rank in shared.places:
                 by_value.setdefault(reports[rank][number], []).append(ranks[rank])
             if len(by_value) > 1:
-                raise ValueError(
-                    f"source: {shared.text!r} must be equal on the ranks that hold the same elements, and differs "
-                    f"between ranks {' and '.join(map(str, by_value.values()))}"
-                )
+                different.setdefault(shared.text, " and ".join(map(str, by_value.values())))
+        if different:
+            (name, parts), *others = different.items()
+            also = ", ".join(repr(other) for other, _ in others)
+            raise ValueError(
+                f"source: {name!r} must be equal on the ranks that hold the same elements, and differs between ranks "
+                f"{parts}" + (f"; as do {also}" if also else "")
+            )
+        for number, tie in enumerate(self._ties):
+            (rank, _), (other_rank, _) = tie.holders
+            if reports[rank][number, 0] != reports[other_rank][number, 1]:
+                raise ValueError(f"{tie.text}; they differ")
+
+
+def _sum(view: Tensor) -> tuple[int, ...]:
+    return tuple(checksum(bits_of(view)).tolist())
 
 
 def _raise(problem: Exception | None) -> None:

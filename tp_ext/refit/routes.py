@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tp_ext.refit.contents import Description, Item, Place
-from tp_ext.refit.rectangles import Ints, Rectangle, cells, intersection, remaining, split
+from tp_ext.refit.rectangles import Ints, Rectangle, intersection, remaining, split
+from tp_ext.refit.sources import Source, TensorKey, first_names, sources_of
 
 NameMap = Mapping[str, Any]
-TensorKey = tuple[str, str]
 
 
 class Move(NamedTuple):
@@ -52,30 +52,19 @@ class Shared(NamedTuple):
     sizes: Ints
 
 
-class _SourceChunk(NamedTuple):
-    rank: int
-    item: int
-    chunk: int
-    rectangle: Rectangle
+class Tie(NamedTuple):
+    """A rectangle of two tensors of the source that are one of the target: a sentence about them, and a rank that holds
+    it and its place there, for each of them."""
 
-
-class _Source(NamedTuple):
-    """A tensor of the source: of one of its items what all have, the chunks of each rank, and disjoint cells."""
-
-    item: Item
-    chunks: dict[int, list[_SourceChunk]]
-    cells: list[tuple[Rectangle, Ints]]
-
-    def place(self, rank: int, rectangle: Rectangle) -> Place:
-        """Returns where a rank that holds a part of a cell has it."""
-        chunk = next(chunk for chunk in self.chunks[rank] if intersection(chunk.rectangle, rectangle) == rectangle)
-        return Place(chunk.item, chunk.chunk, rectangle.within(chunk.rectangle))
+    text: str
+    holders: tuple[tuple[int, Place], tuple[int, Place]]
+    sizes: Ints
 
 
 class _Segment(NamedTuple):
     """A rectangle of a target's tensor that is a rectangle of a tensor of the source, ``by`` further."""
 
-    source: _Source
+    source: Source
     rectangle: Rectangle
     by: Ints
 
@@ -94,7 +83,7 @@ class Routes:
         states: of each rank, for each parameter of its target's optimizer, the items of its state.
         rounds: the moves between ranks, by round.
         copies: the moves within a rank.
-        repeats, shared: see their classes.
+        repeats, shared, ties: see their classes.
 
     Raises:
         ValueError: an entry of the target without a source, or of another shape; names that are not there; elements
@@ -111,8 +100,8 @@ class Routes:
         bucket: int,
     ) -> None:
         self._hosts, self._names, self._dtype = hosts, names, dtype
-        self._first = _first_names(sources)
-        self._sources = _sources_of(sources, self._first)
+        self._first = first_names(sources)
+        self._sources = sources_of(sources, self._first)
         params = [item for source in sources if source for item in source.items if not item.key]
         self._params = {name: item for item in params for name in item.names}
         self._sent = [0] * len(hosts)
@@ -122,9 +111,13 @@ class Routes:
         known = {name for target in targets if target for item in target.items for name in (item.name, *item.names)}
         if unknown := sorted(names.keys() - known):
             raise ValueError(f"names: {unknown[0]!r} must be an entry of the target")
+        self._options = {
+            self._first.get(name, name): options for source in sources if source for name, options in source.options
+        }
         self.states = [
             [self._state_items(param, target) for param in target.optimized] if target else [] for target in targets
         ]
+        self.ties = list(self._ties(targets))
         moves: list[Move] = []
         for rank, target in enumerate(targets):
             items = [*target.items, *(item for items in self.states[rank] for item in items)] if target else []
@@ -136,7 +129,7 @@ class Routes:
                     moves += _split(move, bucket)
         self.rounds = list(_rounds(moves, len(hosts), bucket))
 
-    def _source_of(self, name: str, item: Item) -> tuple[_Source, str]:
+    def _source_of(self, name: str, item: Item) -> tuple[Source, str]:
         source = self._sources.get((self._first.get(name, name), item.key))
         if source is None:
             what = f"{name}.{item.key}" if item.key else name
@@ -161,13 +154,12 @@ class Routes:
             param = param._replace(names=alias.names)
         # Where parts are joined (q, k, v) the first one says which states there are; each is then joined as the
         # parameter is
-        first = self._parts_of(param)[0]
-        name = first[0] if isinstance(first, tuple) else first
-        owner = self._first.get(name, name)
+        parts = [part[0] if isinstance(part, tuple) else part for part in self._parts_of(param)]
+        name = parts[0]
+        states = self._states_of(name)
+        self._check_states(optimized, param, parts, dict(target.options).get(optimized.item.name, frozenset()))
         items = []
-        for (name_of_source, key), source in self._sources.items():
-            if name_of_source != owner or not key:
-                continue
+        for key, source in states.items():
             shape, scalar = source.item.shape, not source.item.shape
             of_param = shape == self._params[name].shape and not scalar
             # Such as a factored moment: there is no layout by which a rank would know its share of it
@@ -183,6 +175,51 @@ class Routes:
             items.append(Item(param.name, key, full, dtype, chunks, names=param.names or (param.name,)))
         return items
 
+    def _states_of(self, name: str) -> dict[str, Source]:
+        owner = self._first.get(name, name)
+        return {key: source for (first, key), source in self._sources.items() if first == owner and key}
+
+    def _check_states(self, optimized: Any, param: Item, parts: Sequence[str], options: frozenset[str]) -> None:
+        """Raises ValueError unless the states of a parameter's parts in the source are all that its optimizer in the
+        target has, or makes by its options in a first step."""
+        of_parts = [self._states_of(part).keys() for part in parts]
+        for part, keys in zip(parts, of_parts, strict=True):
+            if keys != of_parts[0]:
+                raise ValueError(
+                    f"optimizers: states of {part!r}, {sorted(keys)}, must be those of {parts[0]!r}, "
+                    f"{sorted(of_parts[0])}, with which it is joined to {param.name!r}"
+                )
+        given = self._options.get(self._first.get(parts[0], parts[0]))
+        lacks = sorted(optimized.dtypes.keys() - of_parts[0])
+        # Without any state the target has none afterwards either, and its next step is a first one
+        if lacks and (of_parts[0] or given is None):
+            raise ValueError(
+                f"optimizers: that of the source must have the state {lacks[0]!r} of {parts[0]!r}, since the target's "
+                f"has it of {param.name!r}"
+            )
+        if of_parts[0] and given is not None and (more := options - given):
+            raise ValueError(
+                f"optimizers: {sorted(more)[0]!r} of {param.name!r} must be set in the source's as in the target's, "
+                "which has other states by it"
+            )
+        if of_parts[0] and given is not None and "use_muon" in given - options:
+            raise ValueError(f"optimizers: 'use_muon' of {param.name!r} must be the same in the source's and target's")
+
+    def _ties(self, targets: Sequence[Description | None]) -> Iterator[Tie]:
+        known: set[tuple[tuple[str, ...], str]] = set()
+        for rank, target in enumerate(targets):
+            for item in (*target.items, *(item for items in self.states[rank] for item in items)) if target else ():
+                # names= says which of them is meant
+                if (item.names, item.key) in known or any(name in self._names for name in item.names):
+                    continue
+                known.add((item.names, item.key))
+                # A name that the source ties to another tensor, or that of another shape, is meant for something else
+                names = (name for name in item.names if self._first.get(name, name) == name)
+                sources = [self._sources[name, item.key] for name in names if (name, item.key) in self._sources]
+                for other in sources[1:]:
+                    if other.item.shape == sources[0].item.shape:
+                        yield from _tie(sources[0], other)
+
     def _segments_of(self, item: Item) -> list[_Segment]:
         """Returns the tensors of the source that make up an item of a target, by position in it."""
         known = item._replace(chunks=(), dtype=torch.float32)
@@ -191,7 +228,7 @@ class Routes:
         return self._segments[known]
 
     def _join(self, item: Item) -> list[_Segment]:
-        rectangles: list[tuple[_Source, Rectangle]] = []
+        rectangles: list[tuple[Source, Rectangle]] = []
         parts = self._parts_of(item)
         # A number, such as a step, is not joined: that of the first part
         for part in parts if item.shape or not item.key else parts[:1]:
@@ -258,7 +295,7 @@ class Routes:
     def _fetch(
         self,
         rank: int,
-        source: _Source,
+        source: Source,
         part: Rectangle,
         place: Place,
         origin: Rectangle,
@@ -297,6 +334,11 @@ class Routes:
         return min(near or holders, key=lambda rank: (self._sent[rank], rank))
 
     def _dtypes(self, source: Item, target: Item) -> tuple[torch.dtype, ...]:
+        if source.dtype.is_floating_point != target.dtype.is_floating_point:
+            raise ValueError(
+                f"source: {source.text!r} is of {source.dtype} and must be of floating point as {target.text!r} of the "
+                f"target, of {target.dtype}, or both not"
+            )
         dtypes = [source.dtype]
         # As Module.to: of floating-point parameters and buffers
         casts = not target.key and source.dtype.is_floating_point
@@ -313,53 +355,17 @@ class Routes:
                     yield Shared(source.item.text, {rank: source.place(rank, cell) for rank in holders}, cell.sizes)
 
 
-def _first_names(sources: Sequence[Description | None]) -> dict[str, str]:
-    """Returns, for each name of a tied tensor of the source, the first of its names."""
-    first: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while first.get(name, name) != name:
-            name = first[name]
-        return name
-
-    for source in sources:
-        for a, b in source.ties if source else ():
-            # Ranks may know different ties, as stages do; sorted, so that the order of the ranks decides nothing
-            a, b = sorted((find(a), find(b)))
-            first[b] = a
-    return {name: find(name) for name in first}
-
-
-def _sources_of(sources: Sequence[Description | None], first: Mapping[str, str]) -> dict[TensorKey, _Source]:
-    items: dict[TensorKey, tuple[int, Item]] = {}
-    chunks: dict[TensorKey, list[_SourceChunk]] = {}
-    for rank, source in enumerate(sources):
-        for number, item in enumerate(source.items if source else ()):
-            key = first.get(item.name, item.name), item.key
-            other_rank, other = items.setdefault(key, (rank, item))
-            if (item.shape, item.dtype) != (other.shape, other.dtype):
-                raise ValueError(
-                    f"source: {item.text!r} must be the same on all ranks, and has shape {other.shape} and "
-                    f"{other.dtype} on rank {other_rank}, {item.shape} and {item.dtype} on rank {rank}"
-                )
-            chunks.setdefault(key, []).extend(
-                _SourceChunk(rank, number, index, rectangle) for index, rectangle in enumerate(item.chunks)
-            )
-    cut: dict[Any, list[tuple[Rectangle, Ints]]] = {}
-    result = {}
-    for key, (_, item) in items.items():
-        ranks: dict[Rectangle, list[int]] = {}
-        by_rank: dict[int, list[_SourceChunk]] = {}
-        for chunk in chunks.get(key, ()):
-            by_rank.setdefault(chunk.rank, []).append(chunk)
-            if chunk.rank not in ranks.setdefault(chunk.rectangle, []):
-                ranks[chunk.rectangle].append(chunk.rank)
-        # Many tensors are held alike
-        table = tuple((rectangle, tuple(holders)) for rectangle, holders in ranks.items())
-        if table not in cut:
-            cut[table] = cells(dict(table))
-        result[key] = _Source(item._replace(name=key[0]), by_rank, cut[table])
-    return result
+def _tie(first: Source, other: Source) -> Iterator[Tie]:
+    text = (
+        f"source: {first.item.text!r} and {other.item.text!r} must be equal, which are one tensor in the target; "
+        "or names= must say which of them it gets"
+    )
+    for cell, ranks in first.cells:
+        for other_cell, other_ranks in other.cells:
+            if (common := intersection(cell, other_cell)) is not None:
+                holders = (first, ranks[0]), (other, other_ranks[0])
+                a, b = ((rank, source.place(rank, common)) for source, rank in holders)
+                yield Tie(text, (a, b), common.sizes)
 
 
 def _joined_dim(shapes: Sequence[Ints], shape: Ints) -> int | None:
