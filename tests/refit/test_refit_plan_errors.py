@@ -234,7 +234,12 @@ def _leave(model, optimizer):
     optimizer.state.clear()
 
 
+def _add(model, optimizer):
+    model.more = nn.Parameter(torch.zeros(3))
+
+
 CHANGES = {
+    "added": (_add, "'more' must be as it was when the plan was made: make a new plan"),
     "replaced": (_replace, "'weight' must be the parameter for which the plan was made, and was replaced"),
     "converted": (_convert, "'bias' must be as it was when the plan was made: make a new plan"),
     "more state": (_new_state, "'weight.more' must be as it was"),
@@ -265,6 +270,8 @@ def _changed(group, name, side, atomic, states):
     ("name", "side", "states"),
     [
         *((name, side, states) for name, side in (("replaced", 0), ("replaced", 1)) for states in (True, False)),
+        ("added", 0, False),
+        ("added", 1, False),
         ("converted", 0, True),
         ("converted", 1, False),
         ("more state", 0, True),
