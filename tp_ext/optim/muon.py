@@ -256,7 +256,7 @@ class Muon(Optimizer):
         # Gram matrices are sums over what each rank holds
         self._in_blocks = any(layout.blocks for _, layout in layouts)
         form = "gather" if self._in_blocks else self._form
-        work_options = MuonOptions(axes, device, self._ns_dtype, form, self._bucket_bytes)
+        work_options = MuonOptions(axes, device, self._ns_dtype, form, self._bucket_bytes, self._in_blocks)
         steps = [options["ns_steps"] for _, options, _ in matrices]
         return [
             MatrixBucket(assigned, shards, work_options)

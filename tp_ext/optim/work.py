@@ -32,6 +32,7 @@ class MuonOptions(NamedTuple):
         dtype: that of the orthogonalization.
         form: "auto", "gather" or "gram".
         bucket_bytes: the bytes of matrices that are exchanged at a time.
+        in_blocks: whether bits must not depend on the number of ranks.
     """
 
     axes: DataAxes
@@ -39,6 +40,7 @@ class MuonOptions(NamedTuple):
     dtype: torch.dtype
     form: str
     bucket_bytes: int
+    in_blocks: bool
 
 
 class Matrix(NamedTuple):
@@ -278,9 +280,8 @@ class MatrixBucket:
                     block = _view(updates[task.matrix.param], chunk, held).flatten(0, -2)
                     block = block.to(self.options.device, gram_dtype(self.options.dtype))
                     value = times_factor(block, tensor, task.matrix.tall).view(chunk.sizes)
-                _view(params[task.matrix.param], chunk, held).add_(
-                    value.to(params[task.matrix.param].device), alpha=-lr
-                )
+                target = _view(params[task.matrix.param], chunk, held)
+                _subtract(target, value.to(target.device), lr, self.options.in_blocks)
 
     def _contribution(self, sent: Sent, updates: Mapping[int, Tensor]) -> Tensor:
         """Returns what this rank sends to the owner of a matrix."""
@@ -330,6 +331,15 @@ class MatrixBucket:
                     task.matrix.chunk.sizes
                 )
         return results
+
+
+def _subtract(target: Tensor, update: Tensor, lr: float, in_blocks: bool) -> None:
+    """Subtracts the update times the learning rate."""
+    if in_blocks and target.dtype in (torch.bfloat16, torch.float16):
+        # torch's add of a multiple rounds the last elements of a tensor of these dtypes otherwise than the others
+        target.copy_(target.float() - lr * update.float())
+    else:
+        target.add_(update, alpha=-lr)
 
 
 def _view(local: Tensor, chunk: Chunk, held: HeldChunk) -> Tensor:
