@@ -17,6 +17,8 @@ class Carriers:
     Attributes:
         modules: these modules.
         padded: those without a shard that hold padding, which is not in the full tensor either.
+        blocked: those without a shard that have blocks of :func:`tp_ext.tp_invariant`: what is summed over their
+            tensors on one rank is summed as on several.
         exist: whether there ever was one. A bool, which traced code can read.
         changes: how often such a module has got a layout or a parameter, as far as they say so.
         at_each: is called when a module has been added.
@@ -24,6 +26,7 @@ class Carriers:
 
     modules: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
     padded: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
+    blocked: ClassVar["weakref.WeakSet[nn.Module]"] = weakref.WeakSet()
     exist: ClassVar[bool] = False
     changes: ClassVar[int] = 0
     at_each: ClassVar[Callable[[], None] | None] = None
@@ -32,15 +35,18 @@ class Carriers:
     def add(cls, module: nn.Module, table: "dict[str, Layout]") -> None:
         """Adds a module with its table of layouts, unless all groups are of one rank and nothing is padded."""
         layouts = table.values()
-        if not any(map(is_sharded, layouts)):
+        if any(map(is_sharded, layouts)):
+            cls.modules.add(module)
+        else:
             if any(layout.has_padding for layout in layouts):
                 cls.padded.add(module)
-        else:
-            cls.modules.add(module)
-            cls.changes += 1
-            cls.exist = True
-            if cls.at_each is not None:
-                cls.at_each()
+            if not any(layout.blocks for layout in layouts):
+                return
+            cls.blocked.add(module)
+        cls.changes += 1
+        cls.exist = True
+        if cls.at_each is not None:
+            cls.at_each()
 
 
 def is_sharded(layout: "Layout") -> bool:

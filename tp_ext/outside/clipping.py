@@ -58,7 +58,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clips by the norm of the unsharded model if one of the parameters is a shard; else as torch.
+    """Clips by the norm of the unsharded model if one of the parameters is a shard, or has blocks of
+    :func:`tp_ext.tp_invariant`, whose norm has the same bits for every number of ranks; else as torch.
 
     Communicates and raises as :func:`tp_ext.clip_grad_norm_`. What is no shard counts once.
     """
@@ -72,7 +73,7 @@ def clip_grad_norm_(
             listed = params = list(parameters) or parameters
     ids = tuple(map(id, listed))
     if _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
-        known = layouts_by_id(listed)
+        known = layouts_by_id(listed, blocked=True)
         # One shard is enough: then all are counted by our norm, which takes the others once
         if not known.keys().isdisjoint(ids):
             rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
@@ -92,7 +93,8 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Computes the norm of the unsharded model if one of the tensors is the gradient of a shard; else as torch.
+    """Computes the norm of the unsharded model if one of the tensors is the gradient of a shard, or of a parameter with
+    blocks; else as torch.
 
     Communicates and raises as :func:`tp_ext.grad_norm`.
     """
@@ -100,7 +102,7 @@ def get_total_norm(
         return torchs(tensors, norm_type, error_if_nonfinite, foreach)
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     known: dict[object, GradientRow] = {}
-    for param, layout in live_shards():
+    for param, layout in live_shards(blocked=True):
         for grad in gradient_terms(param):
             known[memory_of(grad)] = param, layout, [grad]
     keys = [*map(memory_of, listed)] if known else []  # an unsharded model pays nothing for it

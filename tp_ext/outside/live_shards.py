@@ -11,15 +11,19 @@ from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout
 
 
-def layouts_by_id(params: Iterable[Tensor], padded: bool = False) -> dict[int, Layout]:
+def layouts_by_id(params: Iterable[Tensor], padded: bool = False, blocked: bool = False) -> dict[int, Layout]:
     """Returns the layouts of all live shards by the ``id`` of the parameter (:func:`live_shards`), and those that
     ``params`` carry: their module may be gone while an optimizer holds them."""
     carried = {id(param): param.tp_layout for param in params if hasattr(param, "tp_layout")}
-    layouts = {key: layout for key, layout in carried.items() if padded or is_sharded(layout)}
-    return layouts | {id(param): layout for param, layout in live_shards(padded)}
+    layouts = {key: layout for key, layout in carried.items() if padded or _counts(layout, blocked)}
+    return layouts | {id(param): layout for param, layout in live_shards(padded, blocked)}
 
 
-def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
+def _counts(layout: Layout, blocked: bool) -> bool:
+    return is_sharded(layout) or (blocked and layout.blocks > 0)
+
+
+def live_shards(padded: bool = False, blocked: bool = False) -> Iterator[tuple[Tensor, Layout]]:
     """Yields the parameters of live modules that are shards, and their layouts; of what a parametrization or pruning
     computes, the tensors that it is computed from.
 
@@ -27,14 +31,16 @@ def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
 
     Args:
         padded: those that hold padding, too, at one rank.
+        blocked: those that have blocks of :func:`tp_ext.tp_invariant`, too, at one rank.
 
     Raises:
         ValueError: see :func:`resolve_fqn`.
     """
-    for module in [*Carriers.modules, *(Carriers.padded if padded else ())]:
+    at_one_rank = [*(Carriers.padded if padded else ()), *(Carriers.blocked if blocked else ())]
+    for module in [*Carriers.modules, *at_one_rank]:
         params = module._parameters
         for name, layout in layouts_of(module).items():
-            if not (padded or is_sharded(layout)):
+            if not (padded or _counts(layout, blocked)):
                 continue
             param = params.get(name)
             if param is not None:
@@ -44,7 +50,7 @@ def live_shards(padded: bool = False) -> Iterator[tuple[Tensor, Layout]]:
                 for key, stored in module.named_parameters():
                     if key.startswith(f"parametrizations.{name}.") or unpruned(key) == name:
                         resolved = resolve_fqn(module, key).layout
-                        if padded or is_sharded(resolved):
+                        if padded or _counts(resolved, blocked):
                             yield stored, resolved
 
 

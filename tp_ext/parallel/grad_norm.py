@@ -195,11 +195,11 @@ def _norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type: {norm_type} must be positive")
     blocks = next((layout.blocks for _, layout, _ in table if layout.blocks), 0)
-    if blocks and norm_type == 2:
+    if blocks and not math.isinf(norm_type):  # the order of a maximum does not matter
         summed, extra = (
             _axes(names).values() for names in ([axis.name for axis in groups.axes], _listed(extra_groups))
         )
-        return norm_in_blocks(table, groups, skipped, blocks, summed, extra)
+        return norm_in_blocks(table, norm_type, groups, skipped, blocks, summed, extra)
     tp = _axes([axis.name for axis in groups.axes])
     # By ranks: an axis that is listed although layouts name it must not be summed twice
     last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
