@@ -3,7 +3,8 @@ compute another update than on the full tensor, without an error, and training d
 
 Importing tp_ext registers one global hook of ``torch.optim`` (:func:`refuse_on_shards`), which looks at each optimizer
 in its first step; afterwards it costs one lookup a step. Whether updates are elementwise is found by running a copy of
-the optimizer on small tensors and on their halves (:func:`runs_elementwise`).
+the optimizer on small tensors and on their halves (:func:`runs_elementwise`). Of parameters with blocks of
+:func:`tp_ext.tp_invariant`, on one rank too, the bits must not depend on where a shard ends (:func:`has_same_bits`).
 """
 
 import copy
@@ -15,7 +16,7 @@ import random
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
 _SHAPES = ((4, 6), (6, 4))  # even sides, to be halved
+_BIT_SHAPE, _BIT_CUTS = (40, 331), ((0, 1, 6, 40), (0, 5, 16, 331))  # vectors and remainders of all lengths
+_BIT_STEPS = 8  # more than RAdam's first five, which it computes otherwise
 _MAX_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _found: dict[tuple[str, str, int, bool], bool | None] = {}
@@ -74,8 +77,11 @@ def find_beyond_elements(model: Census, optimizer: Optimizer) -> Iterator[str]:
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     params = {param for group in optimizer.param_groups for param in group["params"]}
     sharded = _sharded((name, entry.layout) for name, entry in model.parameters.items() if entry.value in params)
-    if sharded and (kind := beyond_elements(inner if isinstance(inner, Optimizer) else optimizer)):
+    looked_at = inner if isinstance(inner, Optimizer) else optimizer
+    if sharded and (kind := beyond_elements(looked_at)):
         yield _sentence(kind, *sharded)
+    elif found := position_dependent(looked_at, {id(e.value): e.layout for e in model.parameters.values()}):
+        yield _bits_sentence(looked_at, *found)
 
 
 def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -85,13 +91,14 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ValueError: on every rank that holds a shard; nothing has been communicated or updated.
     """
     if optimizer not in _checked:
-        _look_at(optimizer, len(args) > 1 or kwargs.get("closure") is not None)
+        compiled = torch.compiler.is_compiling()
+        _look_at(optimizer, len(args) > 1 or kwargs.get("closure") is not None, compiled)
 
 
 @torch.compiler.disable
-def _look_at(optimizer: Optimizer, with_closure: bool) -> None:
+def _look_at(optimizer: Optimizer, with_closure: bool, compiled: bool) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    known = layouts_by_id(params)
+    known = layouts_by_id(params, blocked=True)
     sharded = _sharded((f"a parameter of shape {tuple(p.shape)}", known[id(p)]) for p in params if id(p) in known)
     if sharded is not None:
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -99,6 +106,13 @@ def _look_at(optimizer: Optimizer, with_closure: bool) -> None:
         inner = getattr(optimizer, "optim", None)  # its own step calls this hook
         if not isinstance(inner, Optimizer) and (kind := beyond_elements(optimizer, with_closure)):
             raise ValueError(_sentence(kind, *sharded))
+        if not isinstance(inner, Optimizer) and (found := position_dependent(optimizer, known, with_closure)):
+            raise ValueError(_bits_sentence(optimizer, *found))
+        if compiled and any(known[id(p)].blocks for p in params if id(p) in known):
+            raise NotImplementedError(
+                "optimizer: its step must not be compiled for parameters of a model built in tp_invariant: compiled "
+                "code rounds otherwise"
+            )
     _checked.add(optimizer)
 
 
@@ -106,16 +120,21 @@ register_optimizer_step_pre_hook(refuse_on_shards)
 
 
 def _sharded(table: Iterable[tuple[str, Layout]]) -> tuple[str, int] | None:
-    """Returns the first name whose layout has several ranks, and their number."""
-    return next(((name, p) for name, layout in table if (p := math.prod(layout.sizes)) > 1), None)
+    """Returns the first name whose layout has several ranks, or blocks, and the number of ranks."""
+    sizes = ((name, math.prod(layout.sizes), layout.blocks) for name, layout in table)
+    return next(((name, p) for name, p, blocks in sizes if p > 1 or blocks), None)
 
 
 def _sentence(kind: str, name: str, p: int) -> str:
     return (
-        f"optimizer: {kind} must not update {name}, which is sharded over {p} ranks: it computes with whole tensors, "
+        f"optimizer: {kind} must not update {name}, which {_is_sharded(p)}: it computes with whole tensors, "
         "and would with each shard; take tp_ext.optim.Muon, or an optimizer of single elements, such as "
         "torch.optim.AdamW; tp_ext.optim.accept(optimizer) if it is right on shards"
     )
+
+
+def _is_sharded(p: int) -> str:
+    return f"is sharded over {p} ranks" if p > 1 else "has blocks of tp_invariant, for any number of ranks"
 
 
 class _NoCollective(TorchDispatchMode):
@@ -295,3 +314,97 @@ def _step(
         step(optimizer, closure)
     else:
         step(optimizer)
+
+
+def position_dependent(
+    optimizer: Optimizer, layouts: Mapping[int, Layout], with_closure: bool = False
+) -> tuple[torch.dtype, bool] | None:
+    """Returns the dtype of parameters with blocks in which bits of the optimizer depend on where a shard ends, and
+    whether that was measured: not of an optimizer that cannot be run by itself. None if there is none."""
+    if any(kind.__module__.startswith("tp_ext.") for kind in type(optimizer).__mro__):
+        return None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    blocked = [param for param in params if id(param) in layouts and layouts[id(param)].blocks]
+    verdicts = ((dtype, has_same_bits(optimizer, dtype, with_closure)) for dtype in {param.dtype for param in blocked})
+    return next(((dtype, same is not None) for dtype, same in verdicts if not same), None)
+
+
+def _bits_sentence(optimizer: Optimizer, dtype: torch.dtype, measured: bool) -> str:
+    name = f"{type(optimizer).__name__}({_switches(optimizer)})"
+    why = "its last bits depend on where a shard ends" if measured else "it cannot be run by itself to see its bits"
+    return (
+        f"optimizer: {name} must not update {dtype} parameters of a model built in tp_invariant: {why}; take "
+        "torch.optim.AdamW (fused=False), or parameters in torch.float32; tp_ext.optim.accept(optimizer) if its bits "
+        "do not"
+    )
+
+
+def _switches(optimizer: Optimizer) -> str:
+    """Returns the options that an optimizer computes otherwise by: those that are set, without rates."""
+    options = optimizer.param_groups[0] if optimizer.param_groups else {}
+    return ", ".join(f"{key}={value}" for key, value in options.items() if key != "params" and value is True)
+
+
+def has_same_bits(optimizer: Optimizer, dtype: torch.dtype, with_closure: bool = False) -> bool | None:
+    """Returns whether copies of an optimizer compute the same bits of tensors, and of their states, as of odd slices;
+    None if it cannot be copied and run. Changes and communicates nothing; what is found is kept, as of
+    :func:`runs_elementwise`."""
+    groups = list({repr(options): options for options in map(_options, optimizer.param_groups)}.values())
+    if any(options.get("fused") for options in groups):
+        return False  # with fused multiplications and additions in part: some differ so rarely that no trial sees it
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
+    key = f"{_described(optimizer)}; {dtype}", device.type, _BIT_STEPS, with_closure
+    if key not in _found:
+        run = functools.partial(_compare_bits, optimizer, groups, dtype, device, with_closure)
+        verdicts = (run(make) for make in (_copy, _build))
+        _found[key] = next((verdict for verdict in verdicts if verdict is not None), None)
+    return _found[key]
+
+
+def _compare_bits(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    dtype: torch.dtype,
+    device: torch.device,
+    with_closure: bool,
+    make: _Maker,
+) -> bool | None:
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+
+    def numbers(_: int) -> list[Tensor]:
+        # Of all magnitudes, since rounding shows where an update is about as large as what it is added to
+        return [(draw(_BIT_SHAPE) * 10.0 ** (2 * draw(_BIT_SHAPE) - 2)).clamp(-100, 100).to(dtype) for _ in groups]
+
+    starts, *grads = map(numbers, range(1 + _BIT_STEPS))
+
+    def trained(dim: int, start: int, stop: int) -> list[Tensor]:
+        def cut(whole: Tensor) -> Tensor:
+            return whole[(slice(None),) * dim + (slice(start, stop),)].contiguous().to(device, copy=True)
+
+        params = [nn.Parameter(cut(start)) for start in starts]
+        trial = make(optimizer, groups, [[param] for param in params])
+        for of_step in grads:
+            before = [param.detach().clone() for param in params]
+            _step(trial, params, before, [cut(grad) for grad in of_step], with_closure)
+        states = (state for p in params for state in trial.state[p].values() if isinstance(state, Tensor))
+        return [*(param.detach() for param in params), *(state for state in states if state.shape == params[0].shape)]
+
+    state_of_random = random.getstate()
+    try:
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []), _NoCollective():
+            whole = trained(0, 0, _BIT_SHAPE[0])
+            for dim, cuts in enumerate(_BIT_CUTS):
+                parts = [trained(dim, *ends) for ends in itertools.pairwise(cuts)]
+                if not all(
+                    _equal_bits(torch.cat(shards, dim), want) for *shards, want in zip(*parts, whole, strict=True)
+                ):
+                    return False
+        return True
+    except Exception:  # as in _compare
+        return None
+    finally:
+        random.setstate(state_of_random)
+
+
+def _equal_bits(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
