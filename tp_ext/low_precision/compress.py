@@ -151,6 +151,11 @@ def _choose(
         param = entry.value
         if not param.requires_grad or (ddp is not None and name in ddp.parameters_to_ignore):
             continue
+        if entry.layout.blocks:
+            raise ValueError(
+                f"{name}: its gradient must not be compressed in a model built in tp_invariant: scales depend on where "
+                "a shard ends"
+            )
         if isinstance(param, DTensor):
             raise ValueError(f"{name}: a DTensor must not be compressed: FSDP2 reduces parts of several parameters")
         # Experts: the ranks of the axis hold different elements, of which there is no mean

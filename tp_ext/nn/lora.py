@@ -61,7 +61,7 @@ class LoRALinear(ParallelModule):
 
     Raises:
         TypeError: ``base`` is no column or row linear. ValueError: ``r`` is no positive integer, ``alpha`` is not
-            positive, ``dropout`` no probability below 1.
+            positive, ``dropout`` no probability below 1; ``base`` was built in :func:`tp_ext.tp_invariant`.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class LoRALinear(ParallelModule):
             )
         if base.on_two_axes:
             raise ValueError("base: must not have a weight_group or activations='hidden'")
+        _refuse_blocks("base", base)
         if any(getattr(hook, "is_of_input", False) for hook in base._forward_pre_hooks.values()):
             raise ValueError(
                 "base: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter"
@@ -243,6 +244,8 @@ def add_lora(
                 f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; "
                 f"it has {sorted(linears)}"
             )
+    for name in chosen:
+        _refuse_blocks(name, model.get_submodule(name))  # before one is replaced
     if freeze:
         adapters = {p for _, layer in _lora_layers(model) for n, p in layer.named_parameters() if n.startswith("lora_")}
         for param in set(model.parameters()) - adapters:
@@ -284,6 +287,13 @@ def merge_lora(model: nn.Module) -> list[str]:
         model.set_submodule(name, base)
         names.append(name)
     return names
+
+
+def _refuse_blocks(name: str, base: nn.Module) -> None:
+    if getattr(base, "invariant_blocks", None) is not None:
+        raise ValueError(
+            f"{name}: a layer built in tp_invariant must not get an adapter, whose sums depend on the number of ranks"
+        )
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:

@@ -34,9 +34,11 @@ def make_parametrization_list(
     """Constructs the list that ``register_parametrization`` puts in the place of a tensor, as torch does.
 
     Raises:
-        ValueError: the tensor is a shard, and the parametrization is not one of each shard on its own.
+        ValueError: the tensor is a shard, and the parametrization is not one of each shard on its own; or it is of a
+            layer built in :func:`tp_ext.tp_invariant`, on one rank too.
     """
     for name, layout in _places(original):
+        _refuse_blocks(name, layout)
         _check_parametrization(torchs, list(modules), original, name, layout)
     torchs(maps, modules, original, unsafe)
 
@@ -80,6 +82,7 @@ def apply_old_norm(torchs: Callable[..., Any], module: nn.Module, name: str, *ar
         ValueError: the tensor is a shard: the tensors that take its place would have no layout.
     """
     layout = layout_of(module, name)
+    _refuse_blocks(name, layout)
     if is_sharded(layout):
         raise ValueError(
             f"name: {name!r} is a shard, {_over(layout)}; torch.nn.utils.weight_norm and spectral_norm take it for the "
@@ -89,12 +92,22 @@ def apply_old_norm(torchs: Callable[..., Any], module: nn.Module, name: str, *ar
 
 
 def _places(tensor: Tensor) -> Iterator[tuple[str, Layout]]:
-    """Yields the name and the layout of the shard that the tensor is, if it is one."""
-    for module in list(Carriers.modules):
+    """Yields the name and the layout of the shard, or of the tensor with blocks, that the tensor is, if it is one."""
+    for module in [*Carriers.modules, *Carriers.blocked]:
         for name, layout in layouts_of(module).items():
-            if is_sharded(layout) and tensor is module._parameters.get(name, module._buffers.get(name)):
+            if (is_sharded(layout) or layout.blocks) and tensor is module._parameters.get(
+                name, module._buffers.get(name)
+            ):
                 yield name, layout
                 return
+
+
+def _refuse_blocks(name: str, layout: Layout) -> None:
+    if layout.blocks:
+        raise ValueError(
+            f"{name}: of a layer built in tp_invariant must not be computed from other tensors: bits of torch's "
+            "functions depend on where a shard ends"
+        )
 
 
 def _over(layout: Layout) -> str:
