@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 import tp_ext
 from tests.helpers.one_plan import run
 from tests.helpers.ranks import run_fresh
-from tp_ext import huggingface
+from tp_ext import auto, huggingface
 from tp_ext.group import parallel_group
 
 transformers.utils.logging.disable_progress_bar()
@@ -30,6 +31,55 @@ def _folder(path: Path) -> Path:
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="60KB")
     return path
+
+
+def _generated(rank: int, group: Any, path: Path, dtype: torch.dtype, implementation: str, padded: bool) -> Any:
+    """A digest of the logits that `generate` gives and of those of a forward of its whole texts; or the error."""
+    model = huggingface.from_pretrained(
+        path, group=group, invariant_blocks=8, dtype=dtype, attn_implementation=implementation
+    )
+    ids = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 7, 9, 11]])
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[0, : 2 * padded] = 0
+    tp_ext.manual_seed(1)
+    options = {"max_new_tokens": 9, "do_sample": True, "output_logits": True, "return_dict_in_generate": True}
+    try:
+        result = model.generate(input_ids=ids, attention_mask=mask[:, :5], pad_token_id=0, **options)
+    except ValueError as error:
+        return str(error)
+    with torch.no_grad():
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(input_ids=result.sequences, attention_mask=mask, position_ids=places).logits
+    return [x.float().numpy().tobytes() for x in (torch.stack(result.logits, 1), logits[:, 4:-1])]
+
+
+def _generate_everywhere(path: Path) -> None:
+    for dtype, padded in ((torch.float32, True), (torch.bfloat16, False)):
+        results = [tp_ext.debug.simulate(_generated, p, path, dtype, "sdpa", padded)[0] for p in (1, 3)]
+        generated, forward = results[0]
+        assert generated == forward and results == [results[0]] * 2, (dtype, padded)
+    (message,) = tp_ext.debug.simulate(_generated, 1, path, torch.float32, "eager", False)
+    assert message.startswith("generate: LlamaAttention computes attention by a softmax")
+
+
+def test_probabilities_of_generated_ids_are_those_of_the_forward(tmp_path: Path) -> None:
+    run_fresh(_generate_everywhere, _folder(tmp_path))
+
+
+def _whole(rank: int, group: Any) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=100, num_hidden_layers=1, num_attention_heads=8
+    )
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.arange(12)[None]
+    options = {"invariant_blocks": 8}
+    plan = auto.plan(model, {"input_ids": ids}, group.size(), hints={"lm_head.weight": "whole"}, **options)
+    auto.apply(plan, model, group, **options)
+    with pytest.raises(ValueError, match="generate: lm_head is whole, and its bits"):
+        model.generate(input_ids=ids, max_new_tokens=2)
+
+
+def test_generation_with_a_whole_linear_is_refused() -> None:
+    run_fresh(tp_ext.debug.simulate, _whole, 2)
 
 
 def _files(path: Path) -> dict[str, bytes]:

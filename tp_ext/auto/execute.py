@@ -213,7 +213,8 @@ class _Applied:
         self.fuse_norms()
         patch(self.model, _patches(self.plan, self.group.rank))
         self.register_hooks(own_input)
-        register_functions(self.model, self.plan.functions)
+        if self.plan.invariant_blocks is not None:
+            register_functions(self.model, self.plan.functions)
         for name, calls in _sizes(self.plan, self.group.rank).items():
             SizedForward(self.model.get_submodule(name), name, calls).install()
         convert_direct_calls(self.model, self.plan, self.group)

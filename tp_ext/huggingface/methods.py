@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
 import transformers
 
 from tp_ext._object_collectives import broadcast_from_first
+from tp_ext.auto.modules.block_functions import generating
 from tp_ext.group import process_group
 from tp_ext.huggingface.new_weights import drawing_from, generator_states
 from tp_ext.model.census import census
@@ -34,9 +36,14 @@ def generate(model: transformers.PreTrainedModel, *args: Any, **kwargs: Any) -> 
     Rank 0's own generator goes on as in one process, and so do those in the same state; others are left as they were.
 
     Communicates: a broadcast of the generator's state over each group that shards the model.
+
+    Raises:
+        ValueError: with ``invariant_blocks``: a part of the model has other bits with a cache than in a forward of the
+            whole text.
     """
     device = model.device
     axes = [process_group(axis.name) for axis in census(model).groups.axes]
     states = broadcast_from_first(lambda: generator_states(device), axes)
-    with drawing_from(states, device):
+    blocks = model.tp_ext_plan.invariant_blocks if hasattr(model, "tp_ext_plan") else None
+    with drawing_from(states, device), generating(model) if blocks is not None else nullcontext():
         return type(model).generate(model, *args, **kwargs)

@@ -7,9 +7,10 @@ calls of the modules that a plan lists, on replicated tensors, too, which are th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tp_ext import _ops
 from tp_ext.auto.modules.random_draws import CHECKPOINT
 from tp_ext.auto.search.in_blocks import REPLACED
+from tp_ext.auto.search.localize import is_conv1d
 from tp_ext.invariance import refuse_compiled
 from tp_ext.nn.attention.scaled_dot_product import explicit_attention
 
@@ -31,6 +33,7 @@ class BlockFunctions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.running: list[nn.Module] = []
+        self.generates = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "running": []}
@@ -42,6 +45,12 @@ class BlockFunctions(TorchFunctionMode):
         if replacement is None or not args or type(args[0]) not in PLAIN or not args[0].is_floating_point():
             return func(*args, **kwargs)
         self.check_is_recomputed()
+        if self.generates and replacement is _softmax:
+            raise ValueError(
+                f"generate: {type(self.running[-1]).__name__} computes attention by a softmax, whose bits with a cache "
+                "are not those of a forward of the whole text, as invariant_blocks promises; load it with "
+                'attn_implementation="sdpa"'
+            )
         return replacement(func, *args, **kwargs)
 
     def check_is_recomputed(self) -> None:
@@ -165,9 +174,13 @@ def _attention(
     share = query.shape[1] // key.shape[1] if enable_gqa else 1
     if share > 1:
         key, value = (_Expanded.apply(t.unsqueeze(2), 2, share).flatten(1, 2) for t in (key, value))
-    if _is_fused(query, key, value, attn_mask):
+    has_mask_gradient = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
+    fits = query.shape[:2] == key.shape[:2] and key.shape[:3] == value.shape[:3] and 0 not in (*query.shape, *key.shape)
+    in_tiles = query.is_cpu and fits and len({query.dtype, key.dtype, value.dtype}) == 1 and not has_mask_gradient
+    if not in_tiles and _is_fused(query, key, value, has_mask_gradient):
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
-    if is_causal:
+    last_queries = is_causal and query.shape[2] == key.shape[2]
+    if is_causal and not (in_tiles and last_queries):  # torch's first query is that of the first key
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
         attn_mask = (
@@ -175,14 +188,16 @@ def _attention(
             if attn_mask.dim() == 4
             else attn_mask[(None,) * (4 - attn_mask.dim())]
         )
+    # Rows that depend on their own keys alone: a token generated with a cache has the bits of the whole text
+    if in_tiles:
+        return _ops.block_attention(query, key, value, attn_mask, None, [], last_queries, scale, None, None)
     return explicit_attention(
         query, key, value, attn_mask, scale=scale, softcap=None, blind=attn_mask is not None, by_head=True
     )
 
 
-def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, has_mask_gradient: bool) -> bool:
     """True if torch computes each head by itself, by a fused kernel."""
-    has_mask_gradient = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     lengths = query.shape[2] and key.shape[2]
     strides = {t.stride(-1) for t in (query, key, value)}
     return bool(lengths) and query.shape[3] == value.shape[3] and strides == {1} and not has_mask_gradient
@@ -223,8 +238,46 @@ class EndFunctions:
 def register_functions(model: nn.Module, names: list[str]) -> None:
     """Registers the hooks of the modules whose functions are replaced, outside of those of random calls: attention with
     dropout is made of products and a softmax, which this replaces."""
+    if callable(getattr(model, "generate", None)):
+        model.generate = MethodType(generate, model)  # type: ignore[assignment]
     functions = BlockFunctions()
     for name in names:
         module = model.get_submodule(name)
         module.register_forward_pre_hook(BeginFunctions(functions), prepend=True)
         module.register_forward_hook(EndFunctions(functions), always_call=True)
+
+
+@contextmanager
+def generating(model: nn.Module) -> Iterator[None]:
+    """The context of a model's ``generate``, applied with ``invariant_blocks``: log-probabilities have the bits of a
+    forward of the whole text.
+
+    Raises:
+        ValueError: on entry, or in the model's forward: a part of it has rows that depend on others; nothing has been
+            communicated.
+    """
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear or is_conv1d(module):
+            raise ValueError(
+                f"generate: {name} is whole, and its bits for a token with a cache are not those of a forward of the "
+                "whole text, as invariant_blocks promises; plan without a hint that leaves it whole"
+            )
+    if any(param.is_cuda for param in model.parameters()):
+        raise ValueError(
+            "generate: must not be called on cuda with invariant_blocks: products of few rows round otherwise"
+        )
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    shared = {id(hook.functions): hook.functions for hook in hooks if isinstance(hook, BeginFunctions)}
+    for functions in shared.values():
+        functions.generates = True
+    try:
+        yield
+    finally:
+        for functions in shared.values():
+            functions.generates = False
+
+
+def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns what the ``generate`` of the model's class does, in :func:`generating`."""
+    with generating(model):
+        return type(model).generate(model, *args, **kwargs)  # type: ignore[operator]
