@@ -10,7 +10,8 @@ namespace tp_ext {
 // products of matrices, for a GEMM
 constexpr int64_t kMostQueries = 8;
 
-// Whether query_attention_cpu takes them: fp32, fp64 or bf16 with rows of whole vectors
+// Whether query_attention_cpu takes them: fp32, fp64 or bf16 with rows of whole vectors, and as many
+// heads in k as in q. What it does not take is torch's, or torch says what is wrong
 bool few_queries(const Tensor& q, const Tensor& k, const Tensor& v);
 
 // y = softmax(scale q k^T) v: q [batch, heads, rows, width], k [batch, heads, keys, width], v and y

@@ -68,18 +68,16 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optiona
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v: shapes ", q.sym_sizes(),
                     ", ", k.sym_sizes(), ", ", v.sym_sizes(),
                     " must be of four dims: batch, heads, tokens, features");
+  // torch's kernel reads past the end of a shorter v
+  TORCH_CHECK_VALUE(v.sym_size(2) == k.sym_size(2), "v: ", v.sym_size(2), " tokens must be the ",
+                    k.sym_size(2), " of k");
   const bool plain = !comm::traced(q) && !at::areAnyTensorSubclassLike({q, k, v}) && q.is_cpu();
   const auto factor = [&] { return scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3)))); };
   // Under autocast torch's function casts
   const bool recorded = needs_graph(q) || needs_graph(k) || needs_graph(v) ||
                         !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
-  if (plain && !causal && !recorded && few_queries(q, k, v)) {
-    TORCH_CHECK_VALUE(k.size(0) == q.size(0) && k.size(1) == q.size(1), "k: shape ", k.sizes(),
-                      " must begin as that of q, ", q.sizes());
-    TORCH_CHECK_VALUE(v.sizes().slice(0, 3) == k.sizes().slice(0, 3), "v: shape ", v.sizes(),
-                      " must begin as that of k, ", k.sizes());
+  if (plain && !causal && !recorded && few_queries(q, k, v))
     return query_attention_cpu(q, k, v, factor());
-  }
   if (plain && in_fp32(q, k, v, causal)) return HalfAttention::apply(q, k, v, factor(), causal);
   const bool grouped = q.sym_size(1) != k.sym_size(1);
   return at::scaled_dot_product_attention(q, k, v, std::nullopt, 0.0, causal, scale, grouped);

@@ -281,16 +281,16 @@ Tensor formula(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 }
 
 void check(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-           const OptionalTensor& padding, at::IntArrayRef kv_heads) {
+           const OptionalTensor& padding, at::IntArrayRef kv_heads, bool has_places) {
   check_floating(q, "q");
   check_same_dtype(k, "k", q, "q");
   check_same_dtype(v, "v", q, "q");
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && k.size(0) == q.size(0) &&
                         k.size(3) == q.size(3) && v.sizes().slice(0, 3) == k.sizes().slice(0, 3) &&
-                        k.size(2) >= q.size(2),
+                        (!has_places || k.size(2) >= q.size(2)),
                     "k: shapes ", k.sizes(), " of it and ", v.sizes(),
                     " of v must be [batch, kv_heads, m, ..] for q ", q.sizes(),
-                    ", [batch, heads, n, head_dim], m >= n");
+                    ", [batch, heads, n, head_dim], m >= n if causal or with a window");
   if (kv_heads.empty()) {
     TORCH_CHECK_VALUE(k.size(1) == q.size(1), "kv_heads: must be given for ", k.size(1),
                       " heads of k and ", q.size(1), " of q");
@@ -325,7 +325,7 @@ Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                        at::IntArrayRef kv_heads, bool causal, std::optional<double> scale,
                        std::optional<int64_t> window, std::optional<double> softcap) {
   refuse_forward_mode(kBlockAttention, q, k, v);
-  check(q, k, v, mask, padding, kv_heads);
+  check(q, k, v, mask, padding, kv_heads, causal || window.has_value());
   const AttentionCall call{kv_heads.vec(), causal,
                            scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3)))), window,
                            softcap.value_or(0)};

@@ -77,8 +77,10 @@ Tensor scaled_product(Scaled a, Scaled b, bool by_row, at::ScalarType dtype) {
   // they multiply the sums
   if (a.values.is_cuda() && dtype == at::kBFloat16) return product(a.inverse, b.inverse, dtype);
   const Tensor one = at::ones({}, a.inverse.options());
-  const Tensor scaled = product(one, one, at::kFloat) * a.inverse;
-  return (scaled * b.inverse.narrow_symint(1, 0, columns)).to(dtype);
+  // A large scale of a last: codes times it may overflow where the product does not
+  const Tensor small = a.inverse.clamp_max(1), large = a.inverse.clamp_min(1);
+  const Tensor scaled = product(one, one, at::kFloat) * small;
+  return (scaled * b.inverse.narrow_symint(1, 0, columns) * large).to(dtype);
 }
 
 void check_float8(const Tensor& x, const Tensor& weight, at::ScalarType forward,

@@ -143,9 +143,11 @@ void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& y, 
 
 bool few_queries(const Tensor& q, const Tensor& k, const Tensor& v) {
   const auto dtype = q.scalar_type();
+  const bool paired = q.sizes().slice(0, 2) == k.sizes().slice(0, 2) &&
+                      v.sizes().slice(0, 3) == k.sizes().slice(0, 3) && k.is_cpu() && v.is_cpu();
   const bool known = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
   const auto whole = [](const Tensor& t) { return t.size(3) % 16 == 0 && t.stride(3) == 1; };
-  return known && k.scalar_type() == dtype && v.scalar_type() == dtype &&
+  return paired && known && k.scalar_type() == dtype && v.scalar_type() == dtype &&
          q.size(2) <= kMostQueries && k.size(2) > 0 && q.numel() > 0 && whole(k) && whole(v) &&
          q.size(3) == k.size(3);
 }

@@ -137,7 +137,7 @@ class _Product(torch.autograd.Function):
         ctx.low_bits = low_bits
         flat = _as_rows(x)
         if _has_torch_kernel(flat, packed, scale):
-            return torch._weight_int8pack_mm(flat, packed, scale).view(*x.shape[:-1], packed.shape[0])
+            return torch._weight_int8pack_mm(flat.contiguous(), packed, scale).view(*x.shape[:-1], packed.shape[0])
         dtype = _product_dtype(x)
         few = _FEW if dtype == torch.float32 else _FEW // 4  # products in bf16 are that much faster
         if flat.shape[0] <= few and x.dtype in _DTYPES:
