@@ -236,6 +236,24 @@ def test_an_inf_is_nan_in_its_own_row_alone(scaling):
     simulated.run(not_finite, 2, scaling)
 
 
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("of_x, of_weight", [(3e38, 1e-5), (1e-5, 3e38), (3e38, 1e-3)])
+def test_large_numbers_with_small_ones(of_x, of_weight, scaling, kind):
+    torch.manual_seed(0)
+    layer = kind(64, 48, group=None, bias=False)
+    with torch.no_grad():
+        layer.weight.uniform_(-1, 1).mul_(of_weight)
+    float8(layer, Float8(scaling))
+    x = (of_x * (2 * torch.rand(8, 64) - 1)).requires_grad_()
+    y = layer(x)
+    dy = 1e-3 * torch.randn(y.shape)
+    y.backward(dy)
+    want = [x.double() @ layer.weight.double().T, dy.double() @ layer.weight.double(), dy.double().T @ x.double()]
+    for got, exact in zip((y, x.grad, layer.weight.grad), want, strict=True):
+        assert exact.abs().max() < 1e38 and (got - exact).norm() < 0.1 * exact.norm()
+
+
 def trained(group):
     torch.manual_seed(0)
     model = tp_ext.ParallelMLP(16, 32, activation="swiglu", group=group)
