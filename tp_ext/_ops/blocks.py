@@ -110,7 +110,7 @@ def block_attention(
     the same bits alone and among others, on every rank and for every number of threads.
 
     Args:
-        q: ``[batch, heads, n, head_dim]``, the last n of m keys.
+        q: ``[batch, heads, n, head_dim]``, the last n of m keys if ``causal`` or with a window.
         k, v: ``[batch, kv_heads, m, ..]``.
         mask: 4-D, broadcastable to ``[batch, heads, n, m]``, bool (True: may attend) or added to the scores.
         padding: ``[batch]``, int64: the leading keys of each sequence that no query sees.
