@@ -11,6 +11,7 @@ from torch.optim import swa_utils
 
 import tp_ext
 from tests.helpers.ranks import run_fresh
+from tp_ext.low_precision import compress_gradients, float8, quantize_
 from tp_ext.optim import Muon, split_parameters
 
 RANKS = (1, 2, 3, 8)
@@ -178,6 +179,41 @@ def _check_sentences():
 
 def test_what_is_refused_is_named():
     run_fresh(_check_sentences)
+
+
+def _changed_outside(rank, group):
+    """Every change, outside of the context, of a layer that was built inside."""
+    parametrize = nn.utils.parametrize.register_parametrization
+    changes = {
+        "0.up: a layer built in tp_invariant must not get an adapter": lambda m: tp_ext.add_lora(
+            m, targets="up", r=2, alpha=1.0
+        ),
+        "base: a layer built in tp_invariant must not get": lambda m: tp_ext.LoRALinear(m[0].down, 2, alpha=1.0),
+        "0.up.weight: .* built in tp_invariant, must not be quantised": lambda m: quantize_(m, "int8"),
+        "0.up: float8: must not be combined with tp_invariant": float8,
+        "0.up.weight: its gradient must not be compressed": lambda m: compress_gradients(m, "int8", group=group),
+        "module: must not have layers built in tp_invariant": tp_ext.coalesce_gradients,
+        "weight: of a layer built in tp_invariant must": lambda m: parametrize(m[0].up, "weight", nn.Tanh()),
+        "weight: of a layer built .*": lambda m: nn.utils.parametrizations.weight_norm(m[0].down, dim=0),
+        "weight: of a layer .*": lambda m: nn.utils.parametrizations.spectral_norm(m[0].up),
+        "weight: of a .*": lambda m: nn.utils.weight_norm(m[0].up),
+    }
+    for message, change in changes.items():
+        model = _model(group, FP32)
+        before = repr(model), [param.requires_grad for param in model.parameters()]
+        with pytest.raises(ValueError, match=message):
+            change(model)
+        assert (repr(model), [param.requires_grad for param in model.parameters()]) == before, message
+
+
+def _check_changes():
+    for p in (1, 2):
+        tp_ext.debug.simulate(_changed_outside, p)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_changes_of_layers_built_inside_are_refused():
+    run_fresh(_check_changes)
 
 
 def _by_norm_and_scale(params, order, foreach):
