@@ -2,13 +2,13 @@
 counter-based Philox4x32-10 (Salmon et al., SC'11). A rank draws exactly its slice, so initial weights and dropout masks
 are bit-identical for every number of ranks, and no full tensor is ever made.
 
-The seed of each draw comes from torch's default generator, whose state must be the same on all ranks of a
-tensor-parallel group: ``torch.manual_seed`` with one value on all ranks, or :func:`manual_seed`, suffices.
+The seed of each draw comes from torch's default generator: of the states that it has on the ranks of a tensor-parallel
+group that of rank 0 counts (:mod:`tp_ext.common_generator`).
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh
 from tp_ext import _ops
 from tp_ext._checks import check_int
 from tp_ext.chunks import mesh_position
+from tp_ext.common_generator import default_generator, follow_first
 from tp_ext.group import ParallelGroup
 from tp_ext.mesh import AXES
 from tp_ext.random_scope import at as at
@@ -115,7 +116,7 @@ class _WeightDraws:
 
     def __enter__(self) -> None:
         for device in self._devices:
-            generator = _default_generator(device)
+            generator = default_generator(device)
             self._outside.append(generator.get_state())
             if device in self.states:
                 generator.set_state(self.states[device])
@@ -125,13 +126,9 @@ class _WeightDraws:
 
     def __exit__(self, *error: Any) -> None:
         for device, outside in zip(self._devices, self._outside, strict=True):
-            generator = _default_generator(device)
+            generator = default_generator(device)
             self.states[device] = generator.get_state()
             generator.set_state(outside)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
 
 
 class OwnRandomNumbers:
@@ -243,18 +240,22 @@ def initialise_(
     p: int = 1,
     *,
     seed: int | None = None,
+    groups: Iterable[ParallelGroup] = (),
 ) -> None:
     """Fills ``local`` with its chunks of the full tensor that ``init`` would make, and padding with zeros.
 
     ``sharding`` is a :class:`Layout`; or a :class:`Sharding` over p ranks, of which ``local`` is the shard of ``rank``;
     or None for a full tensor. Draws one seed from torch's default generator for any layout, rank and shape
     (:class:`Constant` draws none; on ``meta`` nothing is drawn or filled). With ``seed`` it draws none, and a callable
-    runs with generators seeded by it.
+    runs with generators seeded by it. The generator is that of the first rank of ``groups``, which must all call this.
     """
     if isinstance(sharding, Sharding):
         sharding = Layout((sharding, ParallelGroup("", p, rank)))
     draws = _WeightDraws(local.device) if seed is None else OwnRandomNumbers(0, local.device, seed)
     with draws:
+        if seed is None and not isinstance(init, Constant) and not local.is_meta:
+            is_ours = isinstance(init, Uniform | Normal | TruncatedNormal)
+            follow_first(groups, local.device if is_ours else torch.device("cpu"))
         seed_tensor = None if seed is None else torch.full((), seed, dtype=torch.int64, device=local.device)
         _draw_weights(local, init, sharding or Layout(), full_shape, seed_tensor)
 

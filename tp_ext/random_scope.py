@@ -75,7 +75,8 @@ class MaskScope:
     ) -> None:
         seed = base_seed("tp_ext.random.at")
         self.step = (seed, step)
-        self.batch_offset, self.seq, self.token_offset, self.layout = batch_offset, seq, token_offset, layout
+        self.arguments = step, microbatch, batch_offset, seq, token_offset, layout
+        self.batch_offset, self.seq, self.token_offset, self.layout = self.arguments[2:]
         # With its place in the batch a token has one mask, whichever microbatch it is in, on whichever replica
         self._mask = (*self.step,) if batch_offset is not None else (*self.step, base.position, microbatch)
         self._context_size = base.context_size
@@ -189,6 +190,18 @@ def current_scope(device: torch.device) -> MaskScope | None:
             "the backward of a step must come before"
         )
     return scope
+
+
+def take_over_seed(seed: int | None) -> None:
+    """Makes the seed of the job that of another rank, and the scope that has been entered one of that seed."""
+    if seed is None or seed == base.seed:
+        return
+    base.seed = seed
+    entered = _scopes.get(torch.default_generator.initial_seed())
+    if entered is not None:
+        scope = MaskScope(*entered.arguments)
+        _recent.append(scope.step)
+        _scopes[scope.generator_seed] = scope
 
 
 def _draw_ticket(device: torch.device) -> int:

@@ -201,7 +201,9 @@ class ParallelModule(nn.Module):
         # FSDP2 holds a slice of this rank's shard: draw the whole shard, keep that slice
         temporary = computed or isinstance(param, DTensor)
         whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if temporary else param
-        initialise_(whole, init, self.tp_layouts[name], shape, seed=seed)
+        layout = self.tp_layouts[name]
+        groups = dict.fromkeys([self.tp_group, self.weight_group, *(group for _, group in layout)])
+        initialise_(whole, init, layout, shape, seed=seed, groups=groups)
         self.after_init(name, whole)
         if computed:
             setattr(self, name, whole)

@@ -289,7 +289,7 @@ class ParallelAttention(SelfAttention):
             # Rows of the weights are queries, or with whole sequences on each rank those of a sequence
             unit = 1 if self.context == "ulysses" else self.num_heads * max(layout.lengths, default=0)
             # exact: masks by index are the only ones that are the same for every cut of the tokens
-            seeds = self._mask_seeds(q, layout.lengths if layout.batch is None else None, unit, exact=True)
+            seeds = self._mask_seeds(q, layout.lengths if layout.batch is None else None, unit, layout.group)
             seeds = seeds if isinstance(seeds, Tensor) else None
             attended = context_attention(q, k, v, layout, self.context, options, seeds)
         features = self.num_heads_local * self.head_dim

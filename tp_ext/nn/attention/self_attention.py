@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, check_number, check_probability, check_tensor
-from tp_ext.group import Group
+from tp_ext.common_generator import begin_draw
+from tp_ext.group import Group, ParallelGroup
 from tp_ext.invariance import refuse_in_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.attention.kv_cache import TokenCache
@@ -158,12 +159,20 @@ class SelfAttention(ParallelModule):
         places = torch.arange(seq, device=rows.device) if cache is None else cache.positions(seq).flatten()
         return *rope.cos_sin(places, rows.dtype, length=seq), positions
 
-    def _mask_seeds(self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, exact: bool = False) -> Any:
-        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None."""
+    def _mask_seeds(
+        self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, context: ParallelGroup | None = None
+    ) -> Any:
+        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None; with the
+        group of a context, over which masks are always exact."""
         count = 1 if lengths is None else len(lengths)
-        exact = exact or self.exact_dropout or self.softcap is not None
+        if not (self.dropout and self.training and count):
+            return [None] * count
+        exact = context is not None or self.exact_dropout or self.softcap is not None
         # torch's own masks, of dropout that is not exact, have no seed of ours
-        if not (self.dropout and self.training and exact and count and draws_by_name(self, q.device)):
+        by_name = exact and draws_by_name(self, q.device)
+        groups = (self.tp_group,) if context is None else (self.tp_group, context)
+        begin_draw(self.__dict__, groups, q.device if exact and not by_name else torch.device("cpu"))
+        if not by_name:
             return [None] * count
         starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
         return sequence_seeds(self, q, starts, unit if lengths is None else 0)

@@ -1,0 +1,197 @@
+"""Whose random numbers count where each rank of a group draws for itself and all take the result for equal: rank 0's.
+
+Initial weights, adapters, masks of dropout and other draws of a model come from torch's default generator of each rank,
+whose states must agree. They do after ``manual_seed`` with one value; they do not if nobody sets a seed (torch 2.15 seeds
+each process differently), under ``torch.manual_seed(seed + rank)``, or once one rank has drawn alone. So before such a
+draw every rank takes over the state of rank 0's generator, which changes nothing where the states agree. Groups of other
+ranks, such as those along a data axis, keep their generators apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from tp_ext import random_scope
+from tp_ext._imports import after_import
+from tp_ext.group import ParallelGroup, parallel_group, process_group
+
+_SEED_BYTES = 32
+_REMEMBERED = 64  # states that were replaced, for recomputation: at most one for each checkpoint of a forward
+
+
+@dataclass
+class _Round:
+    """Number of the present round of a group: in a round each module meets its group at most once."""
+
+    number: int = 0
+    compiled: bool = False
+    messages: int = 0
+
+
+_rounds: weakref.WeakKeyDictionary[ProcessGroup, _Round] = weakref.WeakKeyDictionary()
+_functions: dict[CodeType, dict[str, Any]] = {}  # that draw and are no methods of modules, as owners
+_replaced: dict[bytes, Tensor] = {}  # state before -> state of rank 0, where they differed
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns torch's default generator of a device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+# [Note: rank 0's generator counts]
+def follow_first(groups: Iterable[ParallelGroup], device: torch.device) -> None:
+    """Gives this rank the state of the default generator of a device, and the seed of :func:`tp_ext.manual_seed`, that
+    the first rank of the groups has. Every rank of the groups must call it.
+
+    Communicates: one broadcast of 5 KB (CUDA: 48 bytes) over each group of several ranks, which
+    :func:`tp_ext.debug.count_collectives` does not count; over a group of NCCL alone through torch's store, since the
+    device must not be waited for.
+    """
+    for group in groups:
+        if group.size > 1 and _can_meet(device):
+            _take_over(group, device)
+
+
+def begin_draw(
+    owner: dict[str, Any], groups: Iterable[ParallelGroup], device: torch.device, place: int = 0
+) -> None:
+    """Calls :func:`follow_first` at the first draw of a forward.
+
+    A module that draws again begins a new forward; so no code has to say where one begins, and all ranks meet at the same
+    draws. In a recomputation, whose generators torch has put back, a state that was replaced is replaced again.
+
+    Args:
+        owner: the ``__dict__`` of the module that draws, where the round is noted.
+        place: distinguishes draws of one forward of the module.
+    """
+    for group in groups:
+        if group.size == 1:
+            continue
+        if torch.compiler.is_compiling():
+            _meet_while_compiling(group.name, device.type, device.index)
+        elif _can_meet(device) and (present := _round_of(group)) is not None:
+            if torch._C._current_graph_task_id() != -1:
+                _replace_again(device)
+                continue
+            noted = owner.setdefault("_drawn_in_round", {})
+            key = group.name, place
+            last = noted.get(key)
+            if last in (None, present.number):
+                present.number += last is not None
+                _take_over(group, device)
+            noted[key] = present.number
+
+
+def _can_meet(device: torch.device) -> bool:
+    if device.type not in ("cpu", "cuda") or torch._C._len_torch_dispatch_stack() > 0 or not dist.is_initialized():
+        return False  # nothing is drawn, or by fakes
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _round_of(group: ParallelGroup) -> _Round | None:
+    try:
+        ranks = process_group(group.name)
+    except (ValueError, RuntimeError, KeyError):  # destroyed, or never made: nothing will communicate over it
+        return None
+    return _rounds.setdefault(ranks, _Round())
+
+
+def begin_draw_of(caller: FrameType, group: ParallelGroup, device: torch.device) -> None:
+    """Calls :func:`begin_draw` for code that draws by a function: a module's method, or another function."""
+    if group.size > 1:
+        module = caller.f_locals.get("self")
+        owner = module.__dict__ if isinstance(module, nn.Module) else _functions.setdefault(caller.f_code, {})
+        begin_draw(owner, (group,), device, caller.f_lasti)
+
+
+def _meet_while_compiling(name: str, kind: str, index: int | None) -> None:
+    """Meets once for each group, when code is compiled for the first time: later, ranks may compile at different calls."""
+    group = parallel_group(name)
+    present = _round_of(group)
+    if present is not None and not present.compiled:
+        present.compiled = True
+        _take_over(group, torch.device(kind, index))
+
+
+after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_meet_while_compiling))
+
+
+def _take_over(group: ParallelGroup, device: torch.device) -> None:
+    present = _round_of(group)
+    if present is None:
+        return
+    generator = default_generator(device)
+    before = generator.get_state()
+    message = torch.cat([_bytes_of_seed(), before])
+    received = _from_first(group, present, message)
+    if torch.equal(received, message):
+        return
+    random_scope.take_over_seed(_seed_of(received[:_SEED_BYTES]))
+    state = received[_SEED_BYTES:].clone()
+    _replaced[before.numpy().tobytes()] = state
+    while len(_replaced) > _REMEMBERED:
+        del _replaced[next(iter(_replaced))]
+    generator.set_state(state)
+
+
+def _replace_again(device: torch.device) -> None:
+    if _replaced:
+        generator = default_generator(device)
+        state = _replaced.get(generator.get_state().numpy().tobytes())
+        if state is not None:
+            generator.set_state(state)
+
+
+def _from_first(group: ParallelGroup, present: _Round, message: Tensor) -> Tensor:
+    ranks = process_group(group.name)
+    present.messages += 1
+    if torch.device("cpu") in ranks._device_types:
+        received = message.clone()
+        with _not_counted():
+            dist.broadcast(received, group=ranks, group_src=0)
+        return received
+    store, key = _store_of(ranks), f"tp_ext.generator.{group.torch_name}.{present.messages}"
+    if group.rank > 0:
+        return torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
+    store.set(key, message.numpy().tobytes())  # type: ignore[arg-type]
+    if present.messages > _REMEMBERED:  # no rank is so far behind: others of the group wait for it in every layer
+        store.delete_key(f"tp_ext.generator.{group.torch_name}.{present.messages - _REMEMBERED}")
+    return message
+
+
+def _store_of(ranks: ProcessGroup) -> Any:
+    return dist.distributed_c10d._world.pg_map[ranks][1]
+
+
+@contextmanager
+def _not_counted() -> Iterator[None]:
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+def _bytes_of_seed() -> Tensor:
+    seed = random_scope.base.seed
+    known = seed is not None and abs(seed) < 1 << (8 * _SEED_BYTES - 9)
+    number = (seed << 1 | 1) if known and seed is not None else 0
+    return torch.frombuffer(bytearray(number.to_bytes(_SEED_BYTES, "little", signed=True)), dtype=torch.uint8)
+
+
+def _seed_of(received: Tensor) -> int | None:
+    number = int.from_bytes(received.numpy().tobytes(), "little", signed=True)
+    return number >> 1 if number & 1 else None
