@@ -1,10 +1,10 @@
 """Whose random numbers count where each rank of a group draws for itself and all take the result for equal: rank 0's.
 
-Initial weights, adapters, masks of dropout and other draws of a model come from torch's default generator of each rank,
-whose states must agree. They do after ``manual_seed`` with one value; they do not if nobody sets a seed (torch 2.15 seeds
-each process differently), under ``torch.manual_seed(seed + rank)``, or once one rank has drawn alone. So before such a
-draw every rank takes over the state of rank 0's generator, which changes nothing where the states agree. Groups of other
-ranks, such as those along a data axis, keep their generators apart.
+Initial weights, adapters, masks of dropout and other draws of a model come from torch's default generator of each
+rank, whose states must agree. They do after ``manual_seed`` with one value; they do not if nobody sets a seed (torch
+2.15 seeds each process differently), under ``torch.manual_seed(seed + rank)``, or once one rank has drawn alone. So
+before such a draw every rank takes over the state of rank 0's generator, which changes nothing where the states agree.
+Groups of other ranks, such as those along a data axis, keep their generators apart.
 """
 
 from __future__ import annotations
@@ -65,13 +65,11 @@ def follow_first(groups: Iterable[ParallelGroup], device: torch.device) -> None:
             _take_over(group, device)
 
 
-def begin_draw(
-    owner: dict[str, Any], groups: Iterable[ParallelGroup], device: torch.device, place: int = 0
-) -> None:
+def begin_draw(owner: dict[str, Any], groups: Iterable[ParallelGroup], device: torch.device, place: int = 0) -> None:
     """Calls :func:`follow_first` at the first draw of a forward.
 
-    A module that draws again begins a new forward; so no code has to say where one begins, and all ranks meet at the same
-    draws. In a recomputation, whose generators torch has put back, a state that was replaced is replaced again.
+    A module that draws again begins a new forward; so no code has to say where one begins, and all ranks meet at the
+    same draws. In a recomputation, whose generators torch has put back, a state that was replaced is replaced again.
 
     Args:
         owner: the ``__dict__`` of the module that draws, where the round is noted.
@@ -118,7 +116,7 @@ def begin_draw_of(caller: FrameType, group: ParallelGroup, device: torch.device)
 
 
 def _meet_while_compiling(name: str, kind: str, index: int | None) -> None:
-    """Meets once for each group, when code is compiled for the first time: later, ranks may compile at different calls."""
+    """Meets once for each group, when code is compiled for the first time: later, ranks may compile at other calls."""
     group = parallel_group(name)
     present = _round_of(group)
     if present is not None and not present.compiled:

@@ -6,8 +6,11 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from tp_ext._checksum import bits_of, checksum
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.check_applied import compare_with, reference_of
@@ -115,6 +118,37 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
                 raise ValueError(
                     f"{name}: that of rank {rank} differs from that of rank 0; all ranks must have the same"
                 )
+    if parallel_group(group).size > 1:
+        _compare_weights(model, group)
+
+
+def _compare_weights(model: nn.Module, group: Group) -> None:
+    """Raises the same ValueError on all ranks unless all have the same full weights: shards of others would make one
+    model of several."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    digests = {n: _digest_of(t.detach()) for n, t in named if not t.is_meta and t.layout == torch.strided}
+    described = hashlib.sha256(repr(digests).encode()).hexdigest()
+    everyone = all_gather_objects(described, process_group(group))
+    if len(set(everyone)) == 1:
+        return
+    of_ranks = all_gather_objects(digests, process_group(group))
+    ranks = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    first = of_ranks[0]
+    names = [n for n in first if any(of_rank.get(n) != first[n] for of_rank in of_ranks)] or ["a tensor on meta"]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    raise ValueError(
+        f"model: ranks whose weights differ from rank 0's: {ranks}, in {names[0]}{more}; all must have the same before "
+        "they are sharded: build the model after tp_ext.manual_seed(seed) with one seed on all ranks, or load one file"
+    )
+
+
+def _digest_of(tensor: Tensor) -> int:
+    if isinstance(tensor, FakeTensor) or not tensor.numel():
+        return 0
+    bits = bits_of(tensor)
+    # Words of 8 bytes, since each costs as much as a smaller one
+    aligned = bits.element_size() * bits.numel() % 8 == 0 and bits.data_ptr() % 8 == 0
+    return int(checksum(bits.view(torch.int64) if aligned else bits)[0])
 
 
 def _prove(plan: Plan, model: nn.Module, group: Group) -> str:

@@ -59,7 +59,20 @@ def check(
     """
     sentences = findings(model, group=group, mesh=mesh, optimizer=optimizer, batch=batch)
     if sentences:
-        raise RuntimeError(f"model: {len(sentences)} findings\n" + "\n".join(f"- {text}" for text in sentences))
+        text = f"model: {len(sentences)} findings\n" + "\n".join(f"- {sentence}" for sentence in sentences)
+        raise RuntimeError(text + (_CAUSE if any(map(_is_of_weights, sentences)) else ""))
+
+
+_CAUSE = (
+    "\nranks whose weights differ drew or loaded others (call tp_ext.manual_seed before the model is made), or trained with "
+    "other batches or masks"
+)
+
+
+def _is_of_weights(sentence: str) -> bool:
+    """Returns whether a sentence is on a parameter or buffer that differs, by its name not a gradient or a batch."""
+    name, _, text = sentence.removeprefix("over the ranks ").rpartition(": must be the same on ")
+    return bool(text) and not name.startswith("batch") and parameter_of(name) == name
 
 
 def findings(
@@ -236,9 +249,11 @@ def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _forgotten(model: Census) -> list[str]:
-    """Returns a sentence if no layer has a group though the job has several ranks."""
+    """Returns a sentence if no layer has a group though the job has several ranks; one of a single rank was given."""
     ranks = job_ranks()
-    if ranks == 1 or any(group.size > 1 for group in model.groups_in_use()):  # experts may be sharded alone
+    given = any(layer.tp_group.name for layer in model.layers.values())
+    given = given or any("tp_ext_plan" in vars(module) for module in model.model.modules())
+    if ranks == 1 or given or any(group.size > 1 for group in model.groups_in_use()):  # experts may be sharded alone
         return []
     return [f"model: no layer is sharded, in a job of {ranks} ranks: pass group= to the layers, or to this function"]
 

@@ -24,6 +24,7 @@ from tp_ext.checkpoint.full import full_state_dict
 from tp_ext.group import process_group
 from tp_ext.huggingface.accelerator import check_new, share
 from tp_ext.model.census import census
+from tp_ext.outside.trainers import check_replicated
 from tp_ext.parallel.replicas import check_layers, copy_from_first
 
 _FOLDER = "tp_ext_{}"  # in that of save_state: of the model and the optimizer with this number
@@ -54,18 +55,20 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     Args:
         accelerator: new: nothing has been prepared by it. Its ``parallelism_config`` is None, or has the sizes
             ``tp_size`` and ``dp_replicate_size`` of the job; without it the model's groups say which ranks share it.
-        model: its layers sharded over one group, a part of the job of ``WORLD_SIZE`` processes.
+        model: its layers sharded over one group, a part of the job of ``WORLD_SIZE`` processes; of one rank, or not
+            sharded: every process is a data-parallel rank.
         others: optimizers of the model's parameters, loaders, schedulers.
 
     Returns:
         The model, and the others, in this order.
 
-    Communicates: the ranks of each group, the creation of the data-parallel groups, one broadcast of each parameter and
+    Communicates: the ranks of each group, a checksum of each replicated parameter, the creation of the data-parallel
+    groups, one broadcast of each parameter and
     buffer over them; then what DDP does.
 
     Raises:
-        TypeError: another type. ValueError: the model is not sharded, or its groups do not divide the job; the sizes of
-            ``parallelism_config`` are others; parameters on several devices, or under FSDP2; an optimizer of another
+        TypeError: another type. ValueError: the model's groups do not divide the job; replicated parameters differ on
+            ranks that share a model; the sizes of ``parallelism_config`` are others; parameters on several devices, or under FSDP2; an optimizer of another
             model; see also :func:`share_batches`.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
@@ -87,6 +90,8 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
             raise ValueError(f"others: {type(other).__name__} must be an optimizer of parameters of the model")
     mesh = _mesh(accelerator, model, world)
     check_layers(census(model), mesh["tp"], mesh["dp"])
+    if mesh["tp"].size() > 1:
+        check_replicated(model, mesh["tp"], "call tp_ext.manual_seed before the model is made, or load one file")
     # Before the broadcast: NCCL sends tensors of the GPU alone
     model.to(accelerator.device)
     copy_from_first(census(model), mesh["dp"])
@@ -100,6 +105,8 @@ def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
     # With experts over data ranks there are two; DDP over these is refused
     own_ranks = [ranks for ranks in groups if dist.get_rank() in ranks][:1] or [()]
     rows = sorted(set(all_gather_objects(own_ranks[0], process_group(dist.group.WORLD))))
+    if rows == [()]:  # tp = 1: each process has the model
+        rows = [(rank,) for rank in range(world)]
     if sorted(rank for ranks in rows for rank in ranks) != list(range(world)) or len({len(r) for r in rows}) > 1:
         groups_ = [list(ranks) for ranks in rows if ranks]
         raise ValueError(

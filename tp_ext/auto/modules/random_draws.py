@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tp_ext.auto.modules.token_hooks import TokenLengths
-from tp_ext.auto.record.edits import Draw
+from tp_ext.auto.record.edits import OTHER, Draw
+from tp_ext.common_generator import begin_draw
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.dropout import dropout, dropout_slices
+from tp_ext.nn.dropout import dropout_slices, masked
 
 CHECKPOINT = "torch/utils/checkpoint.py"
 
@@ -160,14 +162,17 @@ class Masks(TorchFunctionMode):
         return input.copy_(result) if inplace and result is not input else result
 
     def masked(self, draw: Draw, x: Tensor, p: float, training: bool = True) -> Tensor:
+        if training and p > 0:
+            running = self.running[-1]
+            begin_draw(running.begun.__dict__, (self.group,), x.device, running.next)
         # The lengths of shards of tokens are those of the run: the plan does not have them
         if draw.tokens and self.tokens is not None and draw.dim is not None:
             sizes = self.tokens.sizes_of(x, draw.dim)
             dim = None if sizes is None else draw.dim
-            return dropout(x, p, training, group=self.group.name, dim=dim, sizes=sizes)
+            return masked(x, p, training, group=self.group.name, dim=dim, sizes=sizes)
         # All ranks draw the mask of one process for a replicated tensor, so that it stays replicated
         if draw.factor is None or draw.dim is None or not training or p == 0:
-            return dropout(x, p, training)
+            return masked(x, p, training)
         factor, group = draw.factor, self.group
         divided, dim = factor.divided(x, draw.dim, factor.local_size(group.rank, group.size))
         slices = factor.sharding(dim).slices(group.rank, group.size)
@@ -315,9 +320,38 @@ class EndDraws:
                 call.check()
 
 
+@dataclass
+class BeginOtherDraws:
+    """A forward pre-hook of a module that draws by functions of torch, for tensors that all ranks have.
+
+    Attributes:
+        always: it draws in eval mode, too.
+    """
+
+    group: ParallelGroup
+    always: bool
+    is_needed_in_stages = True
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if module.training or self.always:
+            # Nothing says on which device it will draw
+            on_cuda = next((t.device for t in (*module.parameters(), *tree_leaves(args)) if _is_on_cuda(t)), None)
+            for place, device in enumerate((torch.device("cpu"), on_cuda)):
+                if device is not None:
+                    begin_draw(self.__dict__, (self.group,), device, place)
+
+
+def _is_on_cuda(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
+
+
 def register_draws(model: nn.Module, draws: Sequence[Draw], group: ParallelGroup, tokens: TokenLengths | None) -> None:
     """Registers the hooks of the modules that draw, and of those that call one which draws otherwise at other calls."""
     masks, of_module = Masks(group, tokens), dict[str, list[Draw]]()
+    for draw in draws:
+        if draw.call == OTHER:
+            model.get_submodule(draw.module).register_forward_pre_hook(BeginOtherDraws(group, draw.always))
+    draws = [draw for draw in draws if draw.call != OTHER]
     for draw in draws:
         of_module.setdefault(draw.module, []).append(draw)
     for draw in draws:

@@ -168,13 +168,17 @@ class DirectCall:
         return self.copies, self.partial, self.refused_gradients
 
 
+OTHER = "other"
+
+
 @dataclass(frozen=True)
 class Draw:
-    """A call that draws a random mask: ``F.dropout`` or ``F.scaled_dot_product_attention``, in order within its module.
+    """A call that draws a random mask: ``F.dropout`` or ``F.scaled_dot_product_attention``, in order within its module;
+    or any calls of a module that draw in another way, for tensors that all ranks have.
 
     Attributes:
         module: the module whose forward calls it.
-        call: ``"dropout"`` or ``"scaled_dot_product_attention"``.
+        call: ``"dropout"``, ``"scaled_dot_product_attention"`` or ``OTHER``.
         dim: the sharded dim of the tensor that is masked, None: replicated.
         factor: how that dim is sharded.
         tokens: ``dim`` is that of the tokens, where these are sharded; its lengths are those of the run.

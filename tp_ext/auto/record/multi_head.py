@@ -17,8 +17,9 @@ from tp_ext import _ops
 from tp_ext.auto.record.dims import Atom, Dim, atoms, concatenate
 from tp_ext.auto.record.rules import OperatorCall, no_rule
 from tp_ext.auto.record.torch_rules import span_of
+from tp_ext.common_generator import begin_draw
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.dropout import dropout
+from tp_ext.nn.dropout import masked
 from tp_ext.sharding import Sharding
 
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -207,7 +208,8 @@ class ShardedAttention(nn.MultiheadAttention):
             unseen = (scores == -torch.inf).all(-1, keepdim=True) & (not need_weights)
             weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
             if dropped and self.tp_group is not None:
-                weights = dropout(weights, dropped, True, group=self.tp_group.name, dim=1, sizes=self.heads_of_ranks)
+                begin_draw(self.__dict__, (self.tp_group,), weights.device)
+                weights = masked(weights, dropped, True, group=self.tp_group.name, dim=1, sizes=self.heads_of_ranks)
             mixed = weights @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal)

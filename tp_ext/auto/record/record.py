@@ -113,6 +113,7 @@ class Record:
         self.python_calls: list[tuple[str, str, list[Tensor]]] = []
         self.lines: list[str] = []  # of the user's source, of each call from Python; only with operators
         self.random_calls: list[RandomCall] = []
+        self.other_draws: dict[str, bool] = {}  # module that draws in another way: whether in eval mode, too
         self.constraints: list[tuple[Dim, Reason]] = []  # dims that must be sharded
         self.factories: dict[int, str] = {}  # id of a tensor made of no other -> the operator
         self.writes: dict[int, list[Step]] = {}  # id of a tensor with memory of its own -> operators that write into it
@@ -201,6 +202,12 @@ class Record:
         call = self.running[-1]
         place, index = len(self.steps), len(self.python_calls) - 1
         self.random_calls.append(RandomCall(call.module, name, masked, place, index, call, draws and not call.training))
+
+    def draw_whole(self) -> None:
+        """Notes that the module that runs draws by an operator of torch, whose tensors stay whole."""
+        if self.running:
+            call = self.running[-1]
+            self.other_draws[call.module] = self.other_draws.get(call.module, False) or not call.training
 
     def constrain(self, tensor: Tensor, spec: P) -> None:
         """Adds a constraint of the model's code: dims without an axis are pinned."""

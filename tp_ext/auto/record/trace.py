@@ -67,6 +67,8 @@ class _OperatorRules(TorchDispatchMode):
             if outputs and not inputs:  # a factory: its dims are new ones
                 record.factories.update((id(t), func._schema.name.rpartition("::")[2]) for t in outputs)
                 record.kept += outputs
+            if draws_random_numbers(func):
+                record.draw_whole()
             # A draw such as torch.rand(shape) has no inputs. It is pinned: all ranks would draw the same numbers
             if outputs and (inputs or draws_random_numbers(func)):
                 namespace, name = func._schema.name.split("::")

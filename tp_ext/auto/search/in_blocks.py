@@ -68,7 +68,7 @@ def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module],
         if text := _dependence(step) or check.broadcast(step):
             check.refuse(step.module, text, (*step.inputs, *step.outputs))
     functions = {step.module for step in finder.record.steps if _base(step) in REPLACED}
-    functions |= {draw.module for draw in plan.draws} | {draw.caller for draw in plan.draws if draw.caller is not None}
+    functions |= {draw.module for draw in plan.masks} | {draw.caller for draw in plan.masks if draw.caller is not None}
     return replace(
         plan,
         invariant_blocks=blocks,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
-from tp_ext.auto.record.edits import Draw
+from tp_ext.auto.record.edits import OTHER, Draw
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.reasons import Problem
@@ -22,7 +22,7 @@ def draws_of(
     for random_call in record.random_calls:
         of_module = by_module.setdefault(random_call.module, {})
         of_module.setdefault(random_call.call, []).append(finder.draw(random_call))
-    draws: list[Draw] = []
+    draws = [Draw(module, OTHER, always=always) for module, always in record.other_draws.items()]
     for calls in by_module.values():
         first, *others = calls.values()
         if all(other == first for other in others):

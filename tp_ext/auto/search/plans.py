@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from tp_ext._checks import check_int
 from tp_ext.auto.record.edits import (
+    OTHER,
     Collective,
     Copy,
     DirectCall,
@@ -161,9 +162,14 @@ class Plan:
         owners = (name.rpartition(".")[0] for name in (*self.shardings, *self.buffers))
         return list(dict.fromkeys((*self.patches, *self.sizes, *owners)))
 
+    @property
+    def masks(self) -> list[Draw]:
+        """The draws whose calls are replaced."""
+        return [draw for draw in self.draws if draw.call != OTHER]
+
     def edited(self) -> set[str]:
         """Returns the names of the modules that the plan changes, or their boundaries."""
-        edits: tuple[Any, ...] = (*self.copies, *self.sums, *self.slices, *self.tokens, *self.draws)
+        edits: tuple[Any, ...] = (*self.copies, *self.sums, *self.slices, *self.tokens, *self.masks)
         return {*self.roles, *self.local(), *(edit.module for edit in edits)}
 
     def why(self, name: str) -> str:

@@ -162,8 +162,8 @@ class SelfAttention(ParallelModule):
     def _mask_seeds(
         self, q: Tensor, lengths: Sequence[int] | None, unit: int = 1, context: ParallelGroup | None = None
     ) -> Any:
-        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None; with the
-        group of a context, over which masks are always exact."""
+        """Returns the seed of each mask by name, of packed sequences or one batch (``lengths`` is None), or None.
+        Over the group of a context masks are always exact."""
         count = 1 if lengths is None else len(lengths)
         if not (self.dropout and self.training and count):
             return [None] * count
