@@ -10,9 +10,9 @@ Groups of other ranks, such as those along a data axis, keep their generators ap
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,21 +26,33 @@ from tp_ext._imports import after_import
 from tp_ext.group import ParallelGroup, parallel_group, process_group
 
 _SEED_BYTES = 32
-_REMEMBERED = 64  # states that were replaced, for recomputation: at most one for each checkpoint of a forward
+_CUDA = torch.device("cuda")
+_REMEMBERED, _ROUNDS = 64, 1024  # states that were replaced, for recomputation, and for how many forwards
 
 
 @dataclass
 class _Round:
-    """Number of the present round of a group: in a round each module meets its group at most once."""
+    """The present round of a group, in which each module meets its group at most once.
+
+    Attributes:
+        number: of the round. compiled: whether code that draws has been compiled. messages: number of meetings.
+        replaced: state of this rank's generator before a meeting -> number of the round, state of rank 0.
+    """
 
     number: int = 0
     compiled: bool = False
     messages: int = 0
+    replaced: dict[bytes, tuple[int, Tensor]] = field(default_factory=dict)
+
+
+class Observer:
+    """What the debug mode does at each draw, with the group and the generator."""
+
+    compare: Callable[[ParallelGroup, torch.Generator], None] | None = None
 
 
 _rounds: weakref.WeakKeyDictionary[ProcessGroup, _Round] = weakref.WeakKeyDictionary()
 _functions: dict[CodeType, dict[str, Any]] = {}  # that draw and are no methods of modules, as owners
-_replaced: dict[bytes, Tensor] = {}  # state before -> state of rank 0, where they differed
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -79,10 +91,10 @@ def begin_draw(owner: dict[str, Any], groups: Iterable[ParallelGroup], device: t
         if group.size == 1:
             continue
         if torch.compiler.is_compiling():
-            _meet_while_compiling(group.name, device.type, device.index)
+            _compare_while_compiling(group.name, device.type, device.index)
         elif _can_meet(device) and (present := _round_of(group)) is not None:
             if torch._C._current_graph_task_id() != -1:
-                _replace_again(device)
+                _replace_again(present, device)
                 continue
             noted = owner.setdefault("_drawn_in_round", {})
             key = group.name, place
@@ -91,6 +103,8 @@ def begin_draw(owner: dict[str, Any], groups: Iterable[ParallelGroup], device: t
                 present.number += last is not None
                 _take_over(group, device)
             noted[key] = present.number
+            if Observer.compare is not None:
+                Observer.compare(group, default_generator(device))
 
 
 def _can_meet(device: torch.device) -> bool:
@@ -115,16 +129,31 @@ def begin_draw_of(caller: FrameType, group: ParallelGroup, device: torch.device)
         begin_draw(owner, (group,), device, caller.f_lasti)
 
 
-def _meet_while_compiling(name: str, kind: str, index: int | None) -> None:
-    """Meets once for each group, when code is compiled for the first time: later, ranks may compile at other calls."""
-    group = parallel_group(name)
+def _compare_while_compiling(name: str, kind: str, index: int | None) -> None:
+    """Compares generators once for each group, when code is compiled for the first time: torch puts their states back
+    after it, and later ranks may compile at other calls.
+
+    Raises:
+        RuntimeError: they differ; on all ranks.
+    """
+    group, device = parallel_group(name), torch.device(kind, index)
     present = _round_of(group)
-    if present is not None and not present.compiled:
-        present.compiled = True
-        _take_over(group, torch.device(kind, index))
+    if present is None or present.compiled:
+        return
+    present.compiled = True
+    ranks, state = process_group(name), default_generator(device).get_state()
+    states = [torch.empty_like(state, device=where) for where in [_device_of(ranks, device)] * group.size]
+    with _not_counted():
+        dist.all_gather(states, state.to(states[0].device), group=ranks)
+    differing = [rank for rank, other in enumerate(states) if not torch.equal(other, states[0])]
+    if differing:
+        raise RuntimeError(
+            f"torch.compile: code that draws masks must begin with one state of torch's generator of the {kind}; ranks "
+            f"{differing} differ from rank 0, p = {group.size}: call tp_ext.manual_seed with one seed on all ranks"
+        )
 
 
-after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_meet_while_compiling))
+after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_compare_while_compiling))
 
 
 def _take_over(group: ParallelGroup, device: torch.device) -> None:
@@ -136,27 +165,29 @@ def _take_over(group: ParallelGroup, device: torch.device) -> None:
     message = torch.cat([_bytes_of_seed(), before])
     received = _from_first(group, present, message)
     if torch.equal(received, message):
+        if present.replaced:  # of an earlier run with the same seed
+            present.replaced.pop(before.numpy().tobytes(), None)
         return
     random_scope.take_over_seed(_seed_of(received[:_SEED_BYTES]))
     state = received[_SEED_BYTES:].clone()
-    _replaced[before.numpy().tobytes()] = state
-    while len(_replaced) > _REMEMBERED:
-        del _replaced[next(iter(_replaced))]
+    present.replaced[before.numpy().tobytes()] = present.number, state
+    while len(present.replaced) > _REMEMBERED:
+        del present.replaced[next(iter(present.replaced))]
     generator.set_state(state)
 
 
-def _replace_again(device: torch.device) -> None:
-    if _replaced:
+def _replace_again(present: _Round, device: torch.device) -> None:
+    if present.replaced:
         generator = default_generator(device)
-        state = _replaced.get(generator.get_state().numpy().tobytes())
-        if state is not None:
+        number, state = present.replaced.get(generator.get_state().numpy().tobytes(), (-_ROUNDS, None))
+        if state is not None and present.number - number < _ROUNDS:
             generator.set_state(state)
 
 
 def _from_first(group: ParallelGroup, present: _Round, message: Tensor) -> Tensor:
     ranks = process_group(group.name)
     present.messages += 1
-    if torch.device("cpu") in ranks._device_types:
+    if _device_of(ranks).type == "cpu":
         received = message.clone()
         with _not_counted():
             dist.broadcast(received, group=ranks, group_src=0)
@@ -168,6 +199,11 @@ def _from_first(group: ParallelGroup, present: _Round, message: Tensor) -> Tenso
     if present.messages > _REMEMBERED:  # no rank is so far behind: others of the group wait for it in every layer
         store.delete_key(f"tp_ext.generator.{group.torch_name}.{present.messages - _REMEMBERED}")
     return message
+
+
+def _device_of(ranks: ProcessGroup, device: torch.device = _CUDA) -> torch.device:
+    """Returns the device of tensors that the group communicates, the CPU if it can."""
+    return torch.device("cpu") if torch.device("cpu") in ranks._device_types else device
 
 
 def _store_of(ranks: ProcessGroup) -> Any:

@@ -64,8 +64,8 @@ def check(
 
 
 _CAUSE = (
-    "\nranks whose weights differ drew or loaded others (call tp_ext.manual_seed before the model is made), or trained with "
-    "other batches or masks"
+    "\nranks whose weights differ drew or loaded others (call tp_ext.manual_seed before the model is made), or trained "
+    "with other batches or masks"
 )
 
 

@@ -63,13 +63,12 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
         The model, and the others, in this order.
 
     Communicates: the ranks of each group, a checksum of each replicated parameter, the creation of the data-parallel
-    groups, one broadcast of each parameter and
-    buffer over them; then what DDP does.
+    groups, one broadcast of each parameter and buffer over them; then what DDP does.
 
     Raises:
         TypeError: another type. ValueError: the model's groups do not divide the job; replicated parameters differ on
-            ranks that share a model; the sizes of ``parallelism_config`` are others; parameters on several devices, or under FSDP2; an optimizer of another
-            model; see also :func:`share_batches`.
+            ranks that share a model; the sizes of ``parallelism_config`` are others; parameters on several devices, or
+            under FSDP2; an optimizer of another model; see also :func:`share_batches`.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")

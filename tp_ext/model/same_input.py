@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_ext._checksum import bits_of, checksum
+from tp_ext.common_generator import Observer
 from tp_ext.group import ParallelGroup, process_group
 
 
@@ -25,7 +26,8 @@ class DebugMode:
 class compare_inputs:
     """Turns the debug mode on, from now on or for a ``with`` block: :class:`VocabParallelEmbedding`, and embeddings
     whose rows a plan of ``tp_ext.auto`` shards, compare their ids over the group, :func:`vocab_parallel_cross_entropy`
-    its targets. ``TP_EXT_DEBUG=1`` in the environment turns it on from the start.
+    its targets, and layers with dropout in training, and such models of a plan, the states of the generators of their
+    masks. ``TP_EXT_DEBUG=1`` in the environment turns it on from the start.
 
     It must be on on every rank of the group. Communicates one all-gather of 80 bytes per rank and call, and waits for
     it.
@@ -79,6 +81,25 @@ def check_same_input(name: str, tensor: Tensor, group: ParallelGroup) -> None:
         f"{name}: {rule}; ranks {others} differ from rank 0, rank {others[0]} first at index {index}: "
         f"{int(flat[others[0], first])}, not {int(flat[0, first])}, p = {group.size}"
     )
+
+
+def _check_draws(group: ParallelGroup, generator: torch.Generator) -> None:
+    """Raises on every rank unless masks are drawn from the same state of a generator on all ranks of the group."""
+    if not DebugMode.on:
+        return
+    ranks, state = process_group(group.name), generator.get_state()
+    device = "cpu" if torch.device("cpu") in ranks._device_types else generator.device
+    everyone = _all_gather_values(checksum(bits_of(state)).to(device), ranks).tolist()
+    differing = [rank for rank in range(group.size) if everyone[rank] != everyone[0]]
+    if differing:
+        raise ValueError(
+            f"masks of dropout: must be drawn from one state of torch's generator of the {generator.device.type}; "
+            f"ranks {differing} differ from rank 0, p = {group.size}: draw on all ranks or on none between the layers "
+            "of a forward"
+        )
+
+
+Observer.compare = _check_draws
 
 
 def _all_gather_values(tensor: Tensor, ranks: dist.ProcessGroup) -> Tensor:
