@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext._checks import check_int, check_number
+from tp_ext.common_generator import follow_first
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import block_sizes, current_blocks
 from tp_ext.nn.loss import vocab_columns
@@ -90,6 +91,8 @@ def vocab_parallel_sample(
         numbers[:, 0].fill_(shard.width)
         numbers[:, 1].fill_(shard.full)
         _checked_vocabulary(numbers, all_gather_region(numbers, resolved.name), shard.full)
+    if resolved.size == 1:  # else the ranks choose one id together, whatever they draw
+        follow_first((parallel_group(group),), real.device)
     least = _least_logit(real, shard, resolved, temperature, top_k, top_p)
     noise = torch.empty(real.shape, dtype=torch.float64, device=real.device)
     if noise.numel():
