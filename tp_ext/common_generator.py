@@ -31,7 +31,7 @@ _REMEMBERED, _ROUNDS = 64, 1024  # states that were replaced, for recomputation,
 
 
 @dataclass
-class _Round:
+class _Meetings:
     """The present round of a group, in which each module meets its group at most once.
 
     Attributes:
@@ -45,13 +45,13 @@ class _Round:
     replaced: dict[bytes, tuple[int, Tensor]] = field(default_factory=dict)
 
 
-class Observer:
+class DrawObserver:
     """What the debug mode does at each draw, with the group and the generator."""
 
     compare: Callable[[ParallelGroup, torch.Generator], None] | None = None
 
 
-_rounds: weakref.WeakKeyDictionary[ProcessGroup, _Round] = weakref.WeakKeyDictionary()
+_rounds: weakref.WeakKeyDictionary[ProcessGroup, _Meetings] = weakref.WeakKeyDictionary()
 _functions: dict[CodeType, dict[str, Any]] = {}  # that draw and are no methods of modules, as owners
 
 
@@ -103,8 +103,8 @@ def begin_draw(owner: dict[str, Any], groups: Iterable[ParallelGroup], device: t
                 present.number += last is not None
                 _take_over(group, device)
             noted[key] = present.number
-            if Observer.compare is not None:
-                Observer.compare(group, default_generator(device))
+            if DrawObserver.compare is not None:
+                DrawObserver.compare(group, default_generator(device))
 
 
 def _can_meet(device: torch.device) -> bool:
@@ -113,12 +113,12 @@ def _can_meet(device: torch.device) -> bool:
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def _round_of(group: ParallelGroup) -> _Round | None:
+def _round_of(group: ParallelGroup) -> _Meetings | None:
     try:
         ranks = process_group(group.name)
     except (ValueError, RuntimeError, KeyError):  # destroyed, or never made: nothing will communicate over it
         return None
-    return _rounds.setdefault(ranks, _Round())
+    return _rounds.setdefault(ranks, _Meetings())
 
 
 def begin_draw_of(caller: FrameType, group: ParallelGroup, device: torch.device) -> None:
@@ -136,7 +136,7 @@ def _compare_while_compiling(name: str, kind: str, index: int | None) -> None:
     Raises:
         RuntimeError: they differ; on all ranks.
     """
-    group, device = parallel_group(name), torch.device(kind, index)
+    group, device = parallel_group(name), torch.device(kind if index is None else f"{kind}:{index}")
     present = _round_of(group)
     if present is None or present.compiled:
         return
@@ -176,7 +176,7 @@ def _take_over(group: ParallelGroup, device: torch.device) -> None:
     generator.set_state(state)
 
 
-def _replace_again(present: _Round, device: torch.device) -> None:
+def _replace_again(present: _Meetings, device: torch.device) -> None:
     if present.replaced:
         generator = default_generator(device)
         number, state = present.replaced.get(generator.get_state().numpy().tobytes(), (-_ROUNDS, None))
@@ -184,7 +184,7 @@ def _replace_again(present: _Round, device: torch.device) -> None:
             generator.set_state(state)
 
 
-def _from_first(group: ParallelGroup, present: _Round, message: Tensor) -> Tensor:
+def _from_first(group: ParallelGroup, present: _Meetings, message: Tensor) -> Tensor:
     ranks = process_group(group.name)
     present.messages += 1
     if _device_of(ranks).type == "cpu":
@@ -195,7 +195,7 @@ def _from_first(group: ParallelGroup, present: _Round, message: Tensor) -> Tenso
     store, key = _store_of(ranks), f"tp_ext.generator.{group.torch_name}.{present.messages}"
     if group.rank > 0:
         return torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
-    store.set(key, message.numpy().tobytes())  # type: ignore[arg-type]
+    store.set(key, message.numpy().tobytes())
     if present.messages > _REMEMBERED:  # no rank is so far behind: others of the group wait for it in every layer
         store.delete_key(f"tp_ext.generator.{group.torch_name}.{present.messages - _REMEMBERED}")
     return message

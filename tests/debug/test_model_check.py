@@ -282,3 +282,24 @@ def test_models_of_several_groups():
     with pytest.raises(RankError, match=r"1.bias: must be the same on ranks \[0, 1\]; ranks \[1\] .*: 7.0") as error:
         run(_two_groups, 4, 2, "across")
     assert sorted(error.value.ranks) == [0, 2]
+
+
+def _over_one_rank(group, given):
+    alone = tp_ext.init_mesh("cpu", tp=1)["tp"] if given else None
+    return debug.findings(tp_ext.ColumnParallelLinear(4, 4, group=alone))
+
+
+def test_layers_over_a_group_of_one_rank_are_no_mistake():
+    assert run(_over_one_rank, 2, True) == [[], []]
+    assert all("no layer is sharded" in text for (text,) in run(_over_one_rank, 2, False))
+
+
+def test_a_check_names_ranks_whose_weights_differ():
+    run_raises(_differing, 2, RuntimeError, "ranks whose weights differ", in_turns=False)
+
+
+def _differing(group):
+    layer = tp_ext.RowParallelLinear(4, 4, group=group)
+    with torch.no_grad():
+        layer.bias += group.rank()
+    debug.check(layer)

@@ -96,7 +96,7 @@ def assert_same(got, want, tolerance=1e-5):
         torch.testing.assert_close(one["weights"], want["weights"], atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("p, tp", [pytest.param(2, 2, marks=pytest.mark.exhaustive), (3, 3), (4, 2)])
+@pytest.mark.parametrize("p, tp", [pytest.param(2, 2, marks=pytest.mark.exhaustive), (3, 3), (4, 2), (2, 1)])
 def test_runs_are_those_of_one_process(p, tp, tmp_path):
     want = train(None)
     got = run(train, p, tp, folder=str(tmp_path / "state"))
@@ -176,6 +176,7 @@ def test_a_trigger_of_one_process_and_inputs_that_are_split():
     "case, match",
     [
         ("dense", "model: is sharded over the groups of ranks"),
+        ("weights", r"'3.bias' must be the same .* ranks whose weights differ from rank [02]'s are \[[13]\]: call"),
         ("prepared", "must not have prepared anything"),
         ("optimizer", "others: SGD must be an optimizer of parameters of the model"),
         ("sizes", "dp_replicate_size = 1 and tp_size = 4, and the model is sharded over 2 of 4 ranks"),
@@ -197,6 +198,9 @@ def prepare_wrongly(group, case, folder):
             others = [torch.optim.SGD(nn.Linear(2, 2).parameters())]
         if case == "sizes":
             own.state.parallelism_config = types.SimpleNamespace(dp_replicate_size=1, tp_size=4)
+        if case == "weights":
+            with torch.no_grad():
+                model[3].bias += group.rank()
         if case == "meta":
             model[3].to("meta")
         prepare(own, model, *others)

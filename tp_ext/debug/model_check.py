@@ -251,9 +251,9 @@ def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
 def _forgotten(model: Census) -> list[str]:
     """Returns a sentence if no layer has a group though the job has several ranks; one of a single rank was given."""
     ranks = job_ranks()
-    given = any(layer.tp_group.name for layer in model.layers.values())
-    given = given or any("tp_ext_plan" in vars(module) for module in model.model.modules())
-    if ranks == 1 or given or any(group.size > 1 for group in model.groups_in_use()):  # experts may be sharded alone
+    if (
+        ranks == 1 or model.has_groups or any(group.size > 1 for group in model.groups_in_use())
+    ):  # experts may be sharded alone
         return []
     return [f"model: no layer is sharded, in a job of {ranks} ranks: pass group= to the layers, or to this function"]
 

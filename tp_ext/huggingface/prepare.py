@@ -55,8 +55,7 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     Args:
         accelerator: new: nothing has been prepared by it. Its ``parallelism_config`` is None, or has the sizes
             ``tp_size`` and ``dp_replicate_size`` of the job; without it the model's groups say which ranks share it.
-        model: its layers sharded over one group, a part of the job of ``WORLD_SIZE`` processes; of one rank, or not
-            sharded: every process is a data-parallel rank.
+        model: its layers sharded over one group, a part of the job of ``WORLD_SIZE`` processes, of one rank maybe.
         others: optimizers of the model's parameters, loaders, schedulers.
 
     Returns:
@@ -66,8 +65,8 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     groups, one broadcast of each parameter and buffer over them; then what DDP does.
 
     Raises:
-        TypeError: another type. ValueError: the model's groups do not divide the job; replicated parameters differ on
-            ranks that share a model; the sizes of ``parallelism_config`` are others; parameters on several devices, or
+        TypeError: another type. ValueError: the model has no groups, or they do not divide the job;
+            replicated parameters differ on ranks that share a model; the sizes of ``parallelism_config`` are others; parameters on several devices, or
             under FSDP2; an optimizer of another model; see also :func:`share_batches`.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
@@ -100,12 +99,11 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
 
 def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
     """Returns the mesh ``dp`` x ``tp`` of all processes: tp, those that share the model."""
-    groups = list(census(model).sharded_over)
-    # With experts over data ranks there are two; DDP over these is refused
-    own_ranks = [ranks for ranks in groups if dist.get_rank() in ranks][:1] or [()]
+    known = census(model)
+    # With experts over data ranks there are two; DDP over these is refused. With tp = 1 each process has the model
+    own_ranks = [ranks for ranks in known.sharded_over if dist.get_rank() in ranks][:1]
+    own_ranks = own_ranks or [(dist.get_rank(),) if known.has_groups else ()]
     rows = sorted(set(all_gather_objects(own_ranks[0], process_group(dist.group.WORLD))))
-    if rows == [()]:  # tp = 1: each process has the model
-        rows = [(rank,) for rank in range(world)]
     if sorted(rank for ranks in rows for rank in ranks) != list(range(world)) or len({len(r) for r in rows}) > 1:
         groups_ = [list(ranks) for ranks in rows if ranks]
         raise ValueError(

@@ -71,6 +71,11 @@ class Census:
         """The path of each module."""
         return {module: path for path, module in self.modules}
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether a layer was given a group, of one rank maybe."""
+        return any(layer.tp_group.name for layer in self.layers.values())
+
     @cached_property
     def layers(self) -> dict[str, ParallelModule]:
         """The layers of this package, by path."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_ext._checksum import bits_of, checksum
-from tp_ext.common_generator import Observer
+from tp_ext.common_generator import DrawObserver
 from tp_ext.group import ParallelGroup, process_group
 
 
@@ -99,7 +99,7 @@ def _check_draws(group: ParallelGroup, generator: torch.Generator) -> None:
         )
 
 
-Observer.compare = _check_draws
+DrawObserver.compare = _check_draws
 
 
 def _all_gather_values(tensor: Tensor, ranks: dist.ProcessGroup) -> Tensor:
