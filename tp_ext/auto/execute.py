@@ -45,7 +45,6 @@ from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
-from tp_ext.common_generator import follow_first
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
@@ -377,9 +376,6 @@ class _Applied:
             model.get_submodule(name).register_forward_pre_hook(copies, with_kwargs=True)
         self.end_tokens()
         register_draws(model, plan.draws, group, self.tokens)
-        if plan.draws:  # before compiled code, which has no later occasion
-            for device in {torch.device("cpu"), *(p.device for p in model.parameters())}:
-                follow_first((group,), device)
         for name in plan.heads:
             sizes = tuple(plan.shardings[f"{name}.weight"].local_sizes(group.size))
             model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes, plan.invariant_blocks))

@@ -66,8 +66,9 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
 
     Raises:
         TypeError: another type. ValueError: the model has no groups, or they do not divide the job;
-            replicated parameters differ on ranks that share a model; the sizes of ``parallelism_config`` are others; parameters on several devices, or
-            under FSDP2; an optimizer of another model; see also :func:`share_batches`.
+            replicated parameters differ on ranks that share a model; the sizes of ``parallelism_config`` are others;
+            parameters on several devices, or under FSDP2; an optimizer of another model; see also
+            :func:`share_batches`.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")
