@@ -15,9 +15,10 @@ from tp_ext._object_collectives import all_gather_objects
 from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.check_applied import compare_with, reference_of
 from tp_ext.auto.guard import Guard, structure_of
+from tp_ext.auto.module_state import Baseline
 from tp_ext.auto.modules.block_functions import register_functions
 from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
-from tp_ext.auto.modules.direct_calls import convert_direct_calls
+from tp_ext.auto.modules.direct_calls import convert_direct_calls, run_hooks_in_forward
 from tp_ext.auto.modules.hooks import (
     CopyArguments,
     CopyOutput,
@@ -68,11 +69,13 @@ def apply_quietly(
     # A copy of the full weights, which the model does not have after it is sharded
     reference = reference_of(plan, model) if verify else None
     if parallel.size > 1 or plan.invariant_blocks is not None:
-        guard = Guard(plan, structure_of(model), apply_quietly) if plan.shardings and plan.example is not None else None
+        structure = structure_of(model) if plan.shardings and plan.example is not None else None
         with using_blocks(plan.invariant_blocks):
             _Applied(plan, model, parallel).apply()
-        if guard is not None:
+        if structure is not None:
+            guard = Guard(plan, structure, apply_quietly, Baseline.of(model))
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
+            run_hooks_in_forward(model)
         if parallel.size > 1 and hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     else:

@@ -7,8 +7,11 @@ what the model does."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,18 +19,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tp_ext.auto.module_state import (
+    FUNCTIONS,
+    HOOKS,
+    PLAIN,
+    SHARED,
+    Baseline,
+    Path,
+    Place,
+    Synced,
+    Watch,
+    is_hidden,
+    is_inside,
+    replaced_modules,
+    sentence,
+    text_of,
+)
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
+from tp_ext.auto.record.flow import Flow, flow_of, is_number
 from tp_ext.auto.record.forwards import named_arguments
 from tp_ext.auto.record.rules import from_notation
-from tp_ext.auto.record.trace import Arguments, arguments, trace
+from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import traced
 from tp_ext.auto.search.rounds import Planner
+
+FEW_RECORDS = 4  # flows of one kind of call, each for its own lengths and numbers, before symbols stand for these
+MAX_SEEN = 10_000
 
 
 def structure_of(model: nn.Module) -> nn.Module:
@@ -41,38 +64,60 @@ def structure_of(model: nn.Module) -> nn.Module:
     return copied_model(model, memo)
 
 
-class _OpaqueError(Exception):
-    """An argument whose contents are not known, such as a cache."""
+def signature(named: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], list[str]]:
+    """What code may branch on, of the arguments of a call.
 
-
-def signature(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """The kinds of the arguments of a call: dims and kinds of tensors, values of switches; not lengths.
-
-    Returns None if there is an object among them that no run on fakes can be given, such as a cache.
+    Returns:
+        The kinds of the arguments, with the values of those that are no numbers. All numbers, and the lengths of
+        tensors. The names of arguments of which not all is known, such as a cache; then without lengths, of which there
+        are others in each call of a decoding.
     """
-    named = named_arguments(model, args, kwargs)
-    named = {"args": args, **kwargs} if named is None else named
-    try:
-        return repr({key: _kind(value) for key, value in sorted(named.items())})
-    except _OpaqueError:
-        return None
+    values: list[Any] = []
+    opaque: list[str] = []
+    kinds = []
+    for name, value in named.items():
+        unknown: list[str] = []
+        kinds.append((name, _kind(value, values, unknown)))
+        opaque += [name] if unknown else []
+    if opaque:
+        values.clear()
+        kinds = [(name, _kind(value, values, [], lengths=False)) for name, value in named.items()]
+    return tuple(kinds), tuple(values), opaque
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: Any, values: list[Any], opaque: list[str], lengths: bool = True) -> Any:
     if isinstance(value, Tensor):
-        return value.dim(), "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
-    # Code branches on these values
-    if value is None or isinstance(value, bool | str | torch.dtype | torch.device):
-        return str(value)
-    # Without its value: a scale that differs in each call would need a proof in each call
-    if isinstance(value, int | float | complex):
+        if lengths:
+            values.extend(value.shape)
+        return value.dim(), value.dtype
+    if isinstance(value, PLAIN) and not is_number(value):
+        return type(value).__name__, value
+    if is_number(value):
+        values.append(value)
         return type(value).__name__
+    inner: Any = None
     if isinstance(value, Mapping):
-        return {str(key): _kind(inner) for key, inner in value.items()}
+        inner = value
+    elif dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
+        inner = vars(value)
     # Exact types: a subclass may be a cache, which holds more than its items
-    if type(value) in (list, tuple):
-        return [_kind(inner) for inner in value]
-    raise _OpaqueError
+    elif type(value) in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return type(value).__name__, tuple(_kind(x, values, opaque, lengths) for x in value)
+    if inner is not None:
+        return type(value).__name__, tuple((str(k), _kind(x, values, opaque, lengths)) for k, x in inner.items())
+    if isinstance(value, (*FUNCTIONS, slice, set, frozenset)):
+        return text_of(value) if not isinstance(value, slice) else repr(value)
+    opaque.append("")
+    return type(value).__name__
+
+
+@dataclass
+class Known:
+    """A call that is proven: the kinds and state with the numbers of which its flow was recorded."""
+
+    sizes: str
+    fixed: Any
+    with_gradients: bool
 
 
 @dataclass
@@ -80,24 +125,33 @@ class Guard:
     """A forward pre-hook of a sharded model.
 
     Attributes:
-        structure: the unsharded model without weights. apply: carries a plan out. proven: signatures of calls that
-            have been proven. sizes: those with lengths for which the code is known to be the example's, or proven.
+        structure: the unsharded model without weights. apply: carries a plan out. base: the state of the sharded model
+            as the plan was applied. seen: calls that are proven. flows: what they call, by digests. regions: tests of
+            other lengths and numbers with which the calls of a kind have the same flow; records: how many flows of a
+            kind have been recorded. ignored: attributes that forward itself sets before it reads them.
     """
 
     plan: Plan
     structure: nn.Module
     apply: Apply
-    proven: set[str | None] = field(default_factory=set)
-    sizes: set[Any] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        args, kwargs = arguments(example_for(self.plan, self.structure))
-        key = signature(self.structure, args, kwargs)
-        self.proven |= {None, key}
-        self.sizes.add((key, lengths(args, kwargs)))
+    base: Baseline
+    seen: set[Any] = field(default_factory=set)
+    flows: dict[Any, list[Known]] = field(default_factory=dict)
+    regions: dict[Any, list[Callable[[Sequence[Any]], bool]]] = field(default_factory=dict)
+    records: collections.Counter[Any] = field(default_factory=collections.Counter)
+    ignored: set[Path] | None = None
+    watches: weakref.WeakKeyDictionary[nn.Module, tuple[Watch, dict[Path, str]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def __deepcopy__(self, memo: Any) -> Guard:
-        return self  # plain data, the same for all copies of the model
+        return self  # what it has of a model is by its names, the same for all copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "regions": {}, "watches": None}  # these hold functions and models
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "watches": weakref.WeakKeyDictionary()})
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.plan.refused_inputs and torch.is_grad_enabled():
@@ -105,18 +159,134 @@ class Guard:
         # A run on fakes and a proof cannot be parts of a compiled graph
         if torch.compiler.is_compiling():
             return
-        kinds = signature(self.structure, args, kwargs)
-        key = kinds and f"{kinds} {torch.is_grad_enabled()}"  # sums of gradients do not matter without any
-        # The example's kinds are there without the mode: its proof has run with gradients and without
-        if key not in self.proven and kinds not in self.proven:
-            self.convert_as(module)
-            self.prove(args, kwargs)
-            self.proven.add(key)
-        elif key is not None and (size := (kinds, lengths(args, kwargs))) not in self.sizes:
-            self.convert_as(module)
-            if self.calls(args, kwargs) != self.calls(*arguments(example_for(self.plan, self.structure))):
-                self.prove(args, kwargs)
-            self.sizes.add(size)
+        named = named_arguments(self.structure, args, kwargs)
+        given = {"args": args, **kwargs} if named is None else named
+        kinds, values, opaque = signature(given)
+        changes = self.changes(module)
+        mode = torch.is_grad_enabled(), _autocast(), _type_of(module)
+        call = kinds, values, mode, tuple(changes.items())
+        if call not in self.seen:
+            # What cannot be left out of a run on fakes has no run of its own
+            known = {name: value for name, value in given.items() if name not in opaque}
+            if not opaque or named is not None:
+                example = known if named is not None else Arguments(args, kwargs) if kwargs else args
+                self.look_at(module, call, changes, example, bool(opaque))
+            if len(self.seen) >= MAX_SEEN:
+                self.seen.clear()
+            self.seen.add(call)
+
+    def changes(self, module: nn.Module) -> dict[Path, str]:
+        """The changes of a model's state since its plan was applied."""
+        watch, changes = self.watches.get(module, (None, {}))
+        if watch is not None and watch.is_unchanged():
+            return changes
+        watch = Watch(module, self.ignored or ())
+        changes = self.base.changes(watch)
+        if changes and self.ignored is None:
+            self.ignored = self.set_by_forward()
+            return self.changes(module)
+        self.watches[module] = watch, changes
+        return changes
+
+    def set_by_forward(self) -> set[Path]:
+        """The attributes that forward sets: all, if it reads none of them before, else those that are no numbers, such
+        as caches, with which the proof by values has run."""
+        example, before, found = example_for(self.plan, self.structure), Watch(self.structure), dict[Path, Place]()
+
+        def compare(*_: Any) -> None:
+            now = Watch(self.structure)
+            for path, place in now.places.items():
+                if path[1] not in (*HOOKS, "_modules", "forward") and path[0] != SHARED:
+                    old = before.places.get(path)
+                    if old is None or old.text != place.text:
+                        found[path] = Place(place.text, old and old.holder, is_number(place.holder.get(place.key)))
+
+        handle = self.structure.register_forward_hook(compare, always_call=True)
+        try:
+            flow = flow_of(self.structure, example)
+        except Exception:  # of any type: of the model's code
+            return set()
+        finally:
+            handle.remove()
+        kept = [
+            (place.holder, place.key, place.holder.pop(place.key))
+            for path in found
+            if (place := before.places.get(path))
+        ]
+        try:
+            is_unread = flow_of(self.structure, example) == flow
+        except Exception:  # of any type: it misses what it reads
+            is_unread = False
+        finally:
+            for holder, key, value in kept:
+                holder[key] = value
+        return {path for path, place in found.items() if is_unread or not place.key}
+
+    def look_at(self, module: nn.Module, call: Any, changes: dict[Path, str], example: Any, in_part: bool) -> None:
+        """Records the flow of a call that is new, and proves it unless it is that of a proven one.
+
+        Raises:
+            RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
+        """
+        kinds, values, mode, state = call
+        group = kinds, mode, state
+        if any(holds(values) for holds in self.regions.get(group, ())):
+            return
+        if not self.flows:
+            self.know_example()
+        self.refuse_replaced(changes)
+        self.convert_as(module)
+        example = _on_meta(example)
+        hidden = tuple(path for path in changes if is_hidden(path))
+        with Synced(self.structure, self.watches[module][0], changes, self.base):
+            try:
+                flow = flow_of(self.structure, example)
+            except Exception:  # of any type: of the model's code, on which the proof has a sentence
+                if in_part:
+                    return
+                flow = None
+            fixed = kinds, values_without_lengths(example), state
+            if flow is None or not self.is_known(flow, hidden, fixed):
+                self.prove(example, changes)
+            if flow is None:
+                return
+            self.flows.setdefault((flow.calls, hidden), []).append(Known(flow.sizes, fixed, torch.is_grad_enabled()))
+            self.records[group] += 1
+            if self.records[group] > FEW_RECORDS and not in_part:
+                self.regions.setdefault(group, []).extend(region_of(self.structure, example, flow))
+
+    def refuse_replaced(self, changes: dict[Path, str]) -> None:
+        """Raises RuntimeError if a module has been replaced that had shards, hooks or integers of the plan."""
+        plan = self.plan
+        edits = [*plan.copies, *plan.sums, *plan.slices, *plan.tokens, *plan.draws]
+        owners = [name.rpartition(".")[0] for name in (*plan.shardings, *plan.buffers)]
+        edited = {*owners, *plan.roles, *plan.patches, *plan.sizes, *(edit.module for edit in edits)}
+        for name in replaced_modules(changes):
+            if inner := next((other for other in sorted(edited) if is_inside(other, name)), None):
+                raise RuntimeError(
+                    f"model: {name} has been replaced, and the plan has changed {inner}: plan the model anew"
+                )
+
+    def know_example(self) -> None:
+        """Records the flow of the plan's example."""
+        example = example_for(self.plan, self.structure)
+        args, kwargs = arguments(example)
+        named = named_arguments(self.structure, args, kwargs)
+        kinds, _, _ = signature({"args": args, **kwargs} if named is None else named)
+        try:
+            flow = flow_of(self.structure, example)
+        except Exception:  # of any type: each call is proven then
+            return
+        fixed = kinds, values_without_lengths(example if named is None else named), ()
+        self.flows[flow.calls, ()] = [Known(flow.sizes, fixed, with_gradients=True)]
+
+    def is_known(self, flow: Flow, hidden: Any, fixed: Any) -> bool:
+        """True if a flow is that of a proven call: with the same integers, or with others since only lengths differ."""
+        known = self.flows.get((flow.calls, hidden), ())
+        with_gradients = torch.is_grad_enabled()
+        return any(
+            (k.sizes == flow.sizes or k.fixed == fixed) and (k.with_gradients or not with_gradients) for k in known
+        )
 
     def convert_as(self, module: nn.Module) -> None:
         """Gives the structure the types that the parameters and buffers of the sharded model have by now."""
@@ -124,11 +294,6 @@ class Guard:
             types = {name: tensor.dtype for name, tensor in of(module)}
             for name, tensor in of(self.structure):
                 tensor.data = tensor.data.to(types.get(name, tensor.dtype))  # in place: tied ones stay tied
-
-    def calls(self, args: Any, kwargs: Any) -> list[tuple[str, str]]:
-        """The calls that the code of the unsharded model makes, by modules and names; not their shapes."""
-        record = trace(self.structure, _example(self.structure, args, kwargs), operators=False)
-        return [call[:2] for call in record.python_calls]
 
     def refuse_partial_gradients(self, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError if an argument wants a gradient that would be this rank's part of it."""
@@ -146,15 +311,16 @@ class Guard:
                     f"{name} requires a gradient"
                 )
 
-    def prove(self, args: Any, kwargs: Any) -> None:
+    def prove(self, example: Any, changes: dict[Path, str]) -> None:
         """Plans the structure with these arguments, and compares.
 
         Raises:
             RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
         """
-        example = _example(self.structure, args, kwargs)
         shown = sorted(example) if isinstance(example, dict) else "positional ones"
         advice = f"the plan's example shows no call with arguments of these kinds and lengths, {shown}: plan with one"
+        if changes:
+            advice = f"{sentence(changes)}: plan it so"
         try:
             problem = plan_again(self.plan, self.structure, example, self.apply)
         except ValueError as error:
@@ -163,23 +329,33 @@ class Guard:
             raise RuntimeError(f"model: {advice}; {problem}")
 
 
-def _example(structure: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The arguments of a call as an example on meta."""
-    named = named_arguments(structure, args, kwargs)
-    example = named if named is not None else Arguments(args, kwargs) if kwargs else args
-    return tree_map(lambda x: _on_meta(x) if isinstance(x, Tensor) else x, example)
+def region_of(structure: nn.Module, example: Any, flow: Flow) -> list[Callable[[Sequence[Any]], bool]]:
+    """A test of lengths and numbers with which a flow is the same, if there is one."""
+    try:
+        symbolic = flow_of(structure, example, symbolic=True)
+    except Exception:  # of any type: code that symbols do not run in is recorded for each length
+        return []
+    same = (symbolic.calls, symbolic.sizes) == (flow.calls, flow.sizes)
+    return [symbolic.holds] if same and symbolic.holds is not None else []
 
 
-def _on_meta(x: Tensor) -> Tensor:
-    return x.detach().to("meta").requires_grad_(x.requires_grad)
+def values_without_lengths(example: Any) -> tuple[Any, ...]:
+    """The numbers among arguments."""
+    return tuple(leaf for leaf in tree_leaves(arguments(example)) if is_number(leaf))
 
 
-def lengths(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """The orders of magnitude of the lengths of a call's tensors: code may take another path for one token, or many."""
-    return tuple(
-        tuple(n if n < 2 else n.bit_length() for n in leaf.shape)
-        for leaf in tree_leaves((args, kwargs))
-        if isinstance(leaf, Tensor)
+def _autocast() -> tuple[Any, ...]:
+    on = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    return tuple((device, torch.get_autocast_dtype(device)) for device in on)
+
+
+def _type_of(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _on_meta(example: Any) -> Any:
+    return tree_map(
+        lambda x: x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, example
     )
 
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -168,11 +168,17 @@ class Conversions:
 
 @dataclass
 class CallOfModule:
-    """The state of direct calls that the forward of a module reads; ``conversions`` is None for the model itself."""
+    """The state of direct calls that the forward of a module reads; ``conversions`` is None for the model itself.
+
+    Attributes:
+        has_hooks: a call of the model's ``forward`` by name goes through them. entered: they have run before this one.
+    """
 
     name: str
     outermost: Outermost
     conversions: Conversions | None
+    has_hooks: bool = False
+    entered: bool = False
 
 
 class DirectlyCalled(nn.Module):
@@ -212,6 +218,10 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
     if call is None:
         return forward(module, *args, **kwargs)
     conversions, outermost = call.conversions, call.outermost
+    if call.has_hooks:
+        if not call.entered:
+            return module(*args, **kwargs)
+        call.entered = False
     in_hooks = conversions is not None and conversions.in_hooks
     if conversions is None:
         is_outermost = not outermost.name
@@ -233,6 +243,23 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
     finally:
         outermost.name = ""
     return output if conversions is None or in_hooks else conversions.leave(module, output)
+
+
+@dataclass
+class EnterModel:
+    """The last forward pre-hook of a model, as far as it is tp_ext's."""
+
+    def __call__(self, module: DirectlyCalled, args: Any) -> None:
+        if module.tp_call is not None:
+            module.tp_call.entered = True
+
+
+def run_hooks_in_forward(model: nn.Module) -> None:
+    """Lets ``model.forward(..)`` by name be a call of the model, whose hooks look at arguments and complete results."""
+    if not isinstance(model, DirectlyCalled):
+        _convert(model, CallOfModule("the model", Outermost(), None))
+    model.tp_call = replace(model.tp_call, has_hooks=True)  # type: ignore[assignment, arg-type]
+    model.register_forward_pre_hook(EnterModel())
 
 
 @dataclass

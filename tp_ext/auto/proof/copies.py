@@ -33,6 +33,11 @@ def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     return copy_of_model
 
 
+def copied_value(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of what a module has, which refers to what ``memo`` has in place of the model's modules."""
+    return _copy(value, memo)
+
+
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _ATOMS):
         return value

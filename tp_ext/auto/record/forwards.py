@@ -3,6 +3,7 @@ are torch's own."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,9 +42,14 @@ def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: An
     return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
+@functools.lru_cache(maxsize=1024)  # it takes longer than all else that is asked of a call
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
 def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of a call by their names, without those that are None; None: they have no names."""
-    forward = inspect.signature(type(model).forward)
+    forward = _signature(type(model).forward)
     try:
         bound = forward.bind(model, *args, **kwargs)
     except TypeError:  # which the call itself will raise

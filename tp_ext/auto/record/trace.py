@@ -45,6 +45,9 @@ FAKES = (
 )  # fmt: skip
 
 
+HANDED_ON = ("torch._ops", "tp_ext.auto.search.sizes", "tp_ext.auto.record.flow")  # by them, from the caller
+
+
 class _OperatorRules(TorchDispatchMode):
     """Applies the rule of every operator."""
 
@@ -106,11 +109,11 @@ class _OperatorRules(TorchDispatchMode):
         )
 
 
-def _is_of_fakes(caller: Any) -> bool:
+def is_of_fakes(caller: Any) -> bool:
     """True for a call that torch makes to compute with fakes; code that enters an operator past Python, as
     TorchScript's does, leaves the function mode active there."""
     frame = caller
-    while frame.f_globals.get("__name__") in ("torch._ops", "tp_ext.auto.search.sizes"):  # which hand a call on
+    while frame.f_globals.get("__name__") in HANDED_ON:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__")).startswith(FAKES)
 
@@ -126,7 +129,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         record = self.record
         # torch makes such calls to compute with fakes: the code of the model has not made them
-        if _is_of_fakes(sys._getframe(1)):
+        if is_of_fakes(sys._getframe(1)):
             return func(*args, **kwargs)
         whole = WHOLE_CALLS.get(func)
         if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
@@ -230,6 +233,7 @@ def trace(
     operators: bool = True,
     mode: TorchFunctionMode | None = None,
     change: Change | None = None,
+    fakes: FakeTensorMode | None = None,
 ) -> Record:
     """Runs a model once on fakes and returns the record.
 
@@ -239,10 +243,11 @@ def trace(
         operators: False: only calls from Python and of modules are recorded, faster.
         mode: sees the calls from Python before they are recorded, and may change them.
         change: of the numbers that code reads of parameters and buffers.
+        fakes: the mode of the tensors of the example, where their lengths are symbols.
     """
     record = Record() if record is None else record
     # Code may hold tensors that are no parameters or buffers, such as a table in a closure
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True) if fakes is None else fakes
     fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def fake(value: Any, shape: Sequence[int] | None = None) -> Any:

@@ -1,0 +1,424 @@
+"""What code of a model reads beside its arguments: attributes of its modules, what these refer to, their modes, modules
+and hooks, class attributes, globals and variables of closures.
+
+[Note: the state of modules is looked at in each call] Thousands of attributes cannot be walked in Python each time. So
+a :class:`Watch` holds what every place had when it was walked last, and compares by identity, in C. Only where that
+differs the places are described by texts, and compared with those at ``apply``."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import enum
+import hashlib
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tp_ext.auto.proof.copies import copied_value
+
+Path = tuple[str, ...]  # a module's name, or SHARED, and where in it
+SHARED = "*"  # what a model and its structure share: globals, class attributes, closures of functions of classes
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range)
+CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+INTERNAL = {*vars(nn.Module()), "save_pretrained", "tp_call", "tp_ext_plan", "_is_hf_initialized"}
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module that a wrapper of torch has
+LIBRARIES = ("torch", "tp_ext", "transformers", "accelerate", "builtins", "collections", "functools", "einops")
+# Their hooks and forwards do what they do around any module, and change no numbers
+MACHINERY = ("torch.distributed", "torch._", "torch.utils", "torch.nn.modules.module", "tp_ext", "transformers",
+             "accelerate", "peft")  # fmt: skip
+DEPTH = 4  # of plain objects and dicts inside of an attribute
+
+
+@dataclasses.dataclass
+class Place:
+    """A place that holds a value: a key of a dict, which may be that of an object's attributes."""
+
+    text: str
+    holder: Any = None
+    key: Any = None
+
+
+def _is_of(value: Any, names: tuple[str, ...]) -> bool:
+    of = value if isinstance(value, FUNCTIONS) else type(value)
+    name = str(getattr(of, "__module__", ""))
+    return name.startswith(tuple(f"{n}." for n in names)) or name in names
+
+
+def text_of(value: Any, depth: int = DEPTH) -> str:
+    """A value as a text that is the same for equal values, in any process."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dim()} dims"
+    if isinstance(value, FUNCTIONS):
+        code = getattr(value, "__code__", None)
+        digest = hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest()[:8] if code else ""
+        return f"{value.__module__}.{getattr(value, '__qualname__', '')} {digest}".strip()
+    if depth and isinstance(value, CONTAINERS):
+        texts = [text_of(inner, depth - 1) for inner in value]
+        return f"{type(value).__name__}({', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)})"
+    if depth and isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {text_of(inner, depth - 1)}' for key, inner in value.items())}}}"
+    return f"a {type(value).__qualname__}"
+
+
+def class_text(module: nn.Module) -> str:
+    """What a module computes, by its class's forward: classes that wrap it, such as FSDP2's, inherit that."""
+    forward = type(module).forward
+    return "tp_ext" if _is_of(module, ("tp_ext",)) else f"{forward.__module__}.{forward.__qualname__}"
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of wrappers of torch, which compile it or compute it again in backward."""
+    while inner := next((module._modules[n] for n in WRAPPED if module._modules.get(n) is not None), None):
+        module = inner
+    return module
+
+
+def named_modules(model: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model by the names that they have without wrappers."""
+    seen, model = set() if seen is None else seen, _unwrapped(model)
+    if id(model) in seen:
+        return
+    seen.add(id(model))
+    yield name, model
+    for child, module in model._modules.items():
+        if module is not None:
+            yield from named_modules(module, f"{name}.{child}" if name else child, seen)
+
+
+def hook_text(hook: Any) -> str:
+    """A hook as a text; "": it is of a library, and changes no numbers."""
+    return "" if _is_of(hook, MACHINERY) and not _is_of(hook, ("torch.nn.utils",)) else text_of(hook)
+
+
+class Watch:
+    """Notices that a model's state changes."""
+
+    def __init__(self, model: nn.Module, ignored: Iterable[Path] = ()) -> None:
+        self.ignored = set(ignored)
+        self.places: dict[Path, Place] = {}
+        self.getters: list[Callable[[Any], Iterable[Any]]] = []
+        self.holders: list[Any] = []
+        self.seen: set[int] = set()
+        self.modules = dict(named_modules(model))
+        self.modes = {name: module.training for name, module in self.modules.items()}
+        self.trainable = {
+            (name, key, "requires_grad"): Place(str(p.requires_grad), module, key)
+            for name, module in self.modules.items()
+            for key, p in module._parameters.items()
+            if p is not None
+        }
+        for name, module in self.modules.items():
+            self.add_module(name, module)
+        for cls in {cls for module in self.modules.values() for cls in type(module).__mro__}:
+            self.add_class(cls)
+        for name in GLOBAL_HOOKS:
+            self.add_hooks((SHARED, name), vars(torch_module), name)
+        self.frozen = [
+            (place.holder._parameters, place.key) for place in self.trainable.values() if place.text == "False"
+        ]
+        self.values = [*self.now()]
+        self.lengths = [*map(len, self.holders)]
+
+    def now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(operator.call, self.getters, self.holders))
+
+    def is_unchanged(self) -> bool:
+        """See [Note: the state of modules is looked at in each call]."""
+        try:
+            same = [*map(len, self.holders)] == self.lengths and all(map(operator.is_, self.now(), self.values))
+            return same and not any(parameters[key].requires_grad for parameters, key in self.frozen)
+        except (KeyError, AttributeError):  # an attribute, a parameter is gone
+            return False
+
+    def add(self, getter: Callable[[Any], Iterable[Any]], holder: Any) -> None:
+        self.getters.append(getter)
+        self.holders.append(holder)
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        for child, inner in module._modules.items():
+            if inner is not None:
+                self.places[name, "_modules", child] = Place(class_text(_unwrapped(inner)), module._modules, child)
+        self.add(dict.values, module._modules)
+        for hooks in HOOKS:
+            self.add_hooks((name, hooks), vars(module), hooks)
+        if _is_of(module, ("tp_ext",)):  # its own attributes are no business of the model's code
+            self.add(operator.itemgetter("training", "training"), vars(module))
+            return
+        self.add_holder((name,), vars(module), 0, INTERNAL)
+
+    def add_hooks(self, path: Path, holder: Any, key: str) -> None:
+        self.add(dict.values, holder[key])
+        texts = [text for hook in holder[key].values() if (text := hook_text(hook))]
+        if texts:
+            self.places[path] = Place(repr(texts), holder, key)
+
+    def add_holder(self, path: Path, holder: dict[str, Any], depth: int, internal: Iterable[str] = ()) -> None:
+        """Adds the attributes of an object, or the items of a dict."""
+        if id(holder) in self.seen:
+            return
+        self.seen.add(id(holder))
+        names = ["training"] if not depth else []
+        for key, value in holder.items():
+            inner_path = (*path, str(key))
+            if key in internal or inner_path in self.ignored or (key == "forward" and path == ("",)):
+                continue
+            if key == "forward" and _is_of(value, MACHINERY):
+                continue
+            if not isinstance(value, Tensor):
+                names.append(key)
+            is_walked = self.add_inner(inner_path, value, depth)
+            self.places[inner_path] = Place(text_of(value, 0 if is_walked else DEPTH), holder, key)
+        if names:
+            self.add(operator.itemgetter(names[0], *names), holder)
+
+    def add_inner(self, path: Path, value: Any, depth: int) -> bool:
+        """Adds what a value holds; returns whether its parts have places of their own."""
+        if isinstance(value, list | set | collections.deque):
+            if not any(isinstance(inner, Tensor) for inner in value):
+                self.add(iter, value)
+            return False
+        attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        is_opaque = isinstance(value, (nn.Module, Tensor, *PLAIN, *FUNCTIONS)) or _is_of(value, ("torch", "tp_ext"))
+        is_walked = isinstance(attributes, dict) and depth < DEPTH and not is_opaque
+        if is_walked:
+            self.add_holder(path, attributes, depth + 1)
+        return is_walked
+
+    def add_class(self, cls: type) -> None:
+        """Adds class attributes, and what the functions of a class read of globals and closures."""
+        if _is_of(cls, LIBRARIES):
+            return
+        for key, value in list(vars(cls).items()):
+            if isinstance(value, types.FunctionType):
+                self.add_function(value)
+            elif isinstance(value, (*PLAIN, *CONTAINERS, dict)) and not key.startswith("__"):
+                self.add_variable((SHARED, cls.__qualname__, key), vars(cls), key, value)
+
+    def add_function(self, function: types.FunctionType) -> None:
+        if id(function) in self.seen or _is_of(function, LIBRARIES):
+            return
+        self.seen.add(id(function))
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, types.FunctionType):
+                self.add_function(value)
+            elif name in function.__globals__:
+                self.add_variable((SHARED, function.__module__, name), function.__globals__, name, value)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # no value yet
+                continue
+            if isinstance(value, types.FunctionType):
+                self.add_function(value)
+            elif isinstance(value, (*PLAIN, *CONTAINERS, dict)):
+                self.places[SHARED, function.__qualname__, name] = Place(text_of(value))
+                self.add(_contents, _Cell(cell))
+                self.add_inner((SHARED, function.__qualname__, name), value, 1)
+
+    def add_variable(self, path: Path, holder: Any, key: str, value: Any) -> None:
+        if isinstance(value, (*PLAIN, *CONTAINERS, dict)) and path not in self.places:
+            self.places[path] = Place(text_of(value))
+            # The holder has other names, too, of which nothing is read
+            self.add(_variable(key), _Sized(holder))
+            self.add_inner(path, value, 1)
+
+
+class _Sized:
+    """A holder of which one name is watched, whose length does not matter."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _Cell(_Sized):
+    """A variable of a closure."""
+
+
+def _contents(cell: _Cell) -> tuple[Any]:
+    return (cell.holder.cell_contents,)
+
+
+def _variable(key: str) -> Callable[[_Sized], tuple[Any]]:
+    return lambda sized: (sized.holder[key],)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {*code.co_names, *chain.from_iterable(inner)}
+
+
+@dataclasses.dataclass
+class Baseline:
+    """The state of a model as its plan was applied to it, by texts, so that it fits each copy of the model."""
+
+    texts: dict[Path, str]
+    modes: dict[str, bool]
+    trainable: dict[Path, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Baseline:
+        watch = Watch(model)
+        return cls(_texts(watch.places), watch.modes, _texts(watch.trainable))
+
+    def changes(self, watch: Watch) -> dict[Path, str]:
+        """What has changed, with what it is now; "": it is gone."""
+        now = _texts(watch.places)
+        changed = {p: now.get(p, "") for p in {*now, *self.texts} if now.get(p) != self.texts.get(p)}
+        changed = {path: text for path, text in changed.items() if path not in watch.ignored}
+        modules = {path: text for path, text in changed.items() if path[1] == "_modules"}
+        # Our adapters and quantized layers stand for what they were made of, a new module for all that it has
+        names = replaced_modules(modules)
+        changed = {
+            path: text
+            for path, text in changed.items()
+            if not any(is_inside(path[0], name) for name in names) and not (path in modules and text == "tp_ext")
+        }
+        # Without the gradient of what is frozen now, sums are superfluous and right
+        trainable = {
+            path: place.text
+            for path, place in watch.trainable.items()
+            if place.text == "True" and self.trainable.get(path) == "False"
+        }
+        modes: dict[Path, str] = {}
+        # The proof by values has run all modules in train mode, and all in eval mode
+        if len({*watch.modes.values()}) > 1:
+            modes = {
+                (name, "training"): str(mode)
+                for name, mode in watch.modes.items()
+                if mode != self.modes.get(name, mode)
+            }
+        return dict(sorted({**changed, **trainable, **modes}.items()))
+
+
+def is_hidden(path: Path) -> bool:
+    """True for a change that no calls of forward show, since it concerns backward."""
+    return path[-1] == "requires_grad" or path[1].removeprefix("_global") in ("_backward_hooks", "_backward_pre_hooks")
+
+
+def _texts(places: dict[Path, Place]) -> dict[Path, str]:
+    return {path: place.text for path, place in places.items()}
+
+
+def is_inside(name: str, other: str) -> bool:
+    """True if a module is another one or inside of it."""
+    return name == other or name.startswith(f"{other}.")
+
+
+def replaced_modules(changes: Iterable[Path]) -> list[str]:
+    """The names of the modules that have been replaced, or are new."""
+    return [_child(path) for path in changes if path[1] == "_modules"]
+
+
+def _child(path: Path) -> str:
+    return f"{path[0]}.{path[2]}" if path[0] else path[2]
+
+
+def sentence(changes: dict[Path, str]) -> str:
+    """Names what has changed."""
+    parts = [f"{'.'.join(p for p in path if p not in ('', SHARED, '_modules'))} is {t or 'gone'}"
+             for path, t in changes.items()]  # fmt: skip
+    return f"{', '.join(parts[:3])}{', ..' if len(parts) > 3 else ''}, which was not so when the plan was applied"
+
+
+class Synced:
+    """The unsharded structure with the changes that the sharded model has had since the plan was applied."""
+
+    def __init__(self, structure: nn.Module, watch: Watch, changes: dict[Path, str], base: Baseline) -> None:
+        self.structure, self.watch, self.changes, self.base = structure, watch, changes, base
+        self.kept: list[tuple[Any, Any, Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.targets = dict(structure.named_modules(remove_duplicate=False))
+
+    def __enter__(self) -> None:
+        for name, mode in self.watch.modes.items():
+            if name in self.targets:
+                self.put(vars(self.targets[name]), "training", mode)
+        new = replaced_modules(self.changes)
+        self.memo = {
+            id(module): self.targets[name]
+            for name, module in self.watch.modules.items()
+            if name in self.targets and not any(is_inside(name, other) for other in new)
+        }
+        for path, text in self.changes.items():
+            if path[0] != SHARED and path[-1] != "training":
+                self.change(path, text)
+
+    def __exit__(self, *_: object) -> None:
+        for holder, key, value in reversed(self.kept):
+            if key == "requires_grad":
+                holder.requires_grad_(value)
+            elif value is GONE:
+                holder.pop(key, None)
+            else:
+                holder[key] = value
+        self.kept.clear()
+
+    def put(self, holder: dict[Any, Any], key: Any, value: Any) -> None:
+        self.kept.append((holder, key, holder.get(key, GONE)))
+        if value is GONE:
+            holder.pop(key, None)
+        else:
+            holder[key] = value
+
+    def change(self, path: Path, text: str) -> None:
+        target = self.targets[path[0]]
+        if path[-1] == "requires_grad":
+            parameter = target._parameters[path[1]]
+            assert parameter is not None
+            self.kept.append((parameter, "requires_grad", parameter.requires_grad))
+            parameter.requires_grad_()
+            return
+        place = self.watch.places.get(path)
+        if path[1] in HOOKS:
+            self.put(vars(target), path[1], self.hooks(path, target))
+            return
+        holder: Any = vars(target)
+        for step in path[1:-1]:
+            holder = next(value for key, value in holder.items() if str(key) == step)
+            holder = holder if isinstance(holder, dict) else vars(holder)
+        key = place.key if place is not None else next(k for k in holder if str(k) == path[-1])
+        value = GONE if place is None else copied_value(place.holder[key], self.memo)
+        self.put(holder, key, value.to("meta") if isinstance(value, Tensor) else value)
+
+    def hooks(self, path: Path, target: nn.Module) -> collections.OrderedDict[Any, Any]:
+        """The hooks of a module of the structure: without those that are gone, with the new ones."""
+        module = self.watch.modules[path[0]]
+        old = collections.Counter(ast.literal_eval(self.base.texts.get(path, "[]")))
+        gone = old - collections.Counter(map(hook_text, vars(module)[path[1]].values()))
+        hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        for number, hook in vars(target)[path[1]].items():
+            if gone[hook_text(hook)] > 0:
+                gone[hook_text(hook)] -= 1
+            else:
+                hooks[number] = hook
+        for number, hook in vars(module)[path[1]].items():
+            text = hook_text(hook)
+            old[text] -= 1
+            if not text or old[text] >= 0:
+                continue
+            hooks[f"new {number}"] = copied_value(hook, self.memo)
+            flags = f"{path[1]}_with_kwargs"
+            if number in vars(module).get(flags, ()):
+                self.put(vars(target)[flags], f"new {number}", True)
+        return hooks
+
+
+GONE = object()
