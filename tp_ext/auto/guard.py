@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tp_ext.auto.module_state import (
@@ -48,6 +49,7 @@ from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import traced
 from tp_ext.auto.search.rounds import Planner
+from tp_ext.auto.traced_calls import look_while_traced
 
 FEW_RECORDS = 4  # flows of one kind of call, each for its own lengths and numbers, before symbols stand for these
 MAX_SEEN = 10_000
@@ -154,11 +156,20 @@ class Guard:
         vars(self).update({**state, "watches": weakref.WeakKeyDictionary()})
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            look_while_traced(self, module, args, kwargs)
+        else:
+            self.look(module, args, kwargs)
+
+    @torch.compiler.disable  # where the hooks of a compiled model are no part of its graph
+    def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Looks whether a call is proven; if not, proves it.
+
+        Raises:
+            RuntimeError: its numbers could be wrong.
+        """
         if self.plan.refused_inputs and torch.is_grad_enabled():
             self.refuse_partial_gradients(args, kwargs)
-        # A run on fakes and a proof cannot be parts of a compiled graph
-        if torch.compiler.is_compiling():
-            return
         named = named_arguments(self.structure, args, kwargs)
         given = {"args": args, **kwargs} if named is None else named
         kinds, values, opaque = signature(given)
@@ -327,6 +338,11 @@ class Guard:
             problem = str(error)
         if problem:
             raise RuntimeError(f"model: {advice}; {problem}")
+
+
+# A compiler that traces the model traces its guard with it. One that begins with the guard would not look again where
+# the state of modules changes, which the guard's own code does not read
+skip_code(Guard.__call__.__code__)
 
 
 def region_of(structure: nn.Module, example: Any, flow: Flow) -> list[Callable[[Sequence[Any]], bool]]:

@@ -219,7 +219,8 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
         return forward(module, *args, **kwargs)
     conversions, outermost = call.conversions, call.outermost
     if call.has_hooks:
-        if not call.entered:
+        # A copy without hooks, such as a pipeline makes, has none to go through
+        if not call.entered and any(isinstance(hook, EnterModel) for hook in module._forward_pre_hooks.values()):
             return module(*args, **kwargs)
         call.entered = False
     in_hooks = conversions is not None and conversions.in_hooks
