@@ -174,7 +174,7 @@ class Guard:
         given = {"args": args, **kwargs} if named is None else named
         kinds, values, opaque = signature(given)
         changes = self.changes(module)
-        mode = torch.is_grad_enabled(), _autocast(), _type_of(module)
+        mode = torch.is_grad_enabled(), _autocast(), self.watches[module][0].dtype()
         call = kinds, values, mode, tuple(changes.items())
         if call not in self.seen:
             # What cannot be left out of a run on fakes has no run of its own
@@ -363,10 +363,6 @@ def values_without_lengths(example: Any) -> tuple[Any, ...]:
 def _autocast() -> tuple[Any, ...]:
     on = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
     return tuple((device, torch.get_autocast_dtype(device)) for device in on)
-
-
-def _type_of(model: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def _on_meta(example: Any) -> Any:

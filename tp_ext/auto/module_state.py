@@ -41,7 +41,7 @@ MACHINERY = ("torch.distributed", "torch._", "torch.utils", "torch.nn.modules.mo
 DEPTH = 4  # of plain objects and dicts inside of an attribute
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Place:
     """A place that holds a value: a key of a dict, which may be that of an object's attributes."""
 
@@ -127,9 +127,10 @@ class Watch:
             self.add_class(cls)
         for name in GLOBAL_HOOKS:
             self.add_hooks((SHARED, name), vars(torch_module), name)
-        self.frozen = [
-            (place.holder._parameters, place.key) for place in self.trainable.values() if place.text == "False"
-        ]
+        held = {place: place.holder._parameters for place in self.trainable.values()}
+        self.frozen = [(parameters, place.key) for place, parameters in held.items() if place.text == "False"]
+        # Whose type is that of the model
+        self.typed = next(((of, place.key) for place, of in held.items() if of[place.key].is_floating_point()), None)
         self.values = [*self.now()]
         self.lengths = [*map(len, self.holders)]
 
@@ -143,6 +144,10 @@ class Watch:
             return same and not any(parameters[key].requires_grad for parameters, key in self.frozen)
         except (KeyError, AttributeError):  # an attribute, a parameter is gone
             return False
+
+    def dtype(self) -> torch.dtype | None:
+        """The type of the model's parameters."""
+        return None if self.typed is None else self.typed[0][self.typed[1]].dtype
 
     def add(self, getter: Callable[[Any], Iterable[Any]], holder: Any) -> None:
         self.getters.append(getter)
