@@ -1,5 +1,5 @@
-"""Calls of a sharded model that its plan has not seen: each is proven when it first comes, or refused by a sentence that
-names what is new. The table is the test: a change, and whether the numbers are the unsharded model's."""
+"""Calls of a sharded model that its plan has not seen: each is proven when it first comes, or refused by a sentence
+that names what is new. The table is the test: a change, and whether the numbers are the unsharded model's."""
 
 import copy
 import dataclasses
@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.same_gradients import same_gradients

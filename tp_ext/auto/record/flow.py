@@ -133,8 +133,8 @@ class _Recorded(TorchFunctionMode):
         kwargs = kwargs or {}
         caller = sys._getframe(1)
         ignored = is_of_fakes(caller) or str(caller.f_globals.get("__name__")).startswith(MACHINERY)
-        given = "" if ignored else self.text([list(args), kwargs], getattr(func, "__name__", "") in NUMERIC)
         sizes = len(self.sizes)
+        given = "" if ignored else self.text([list(args), kwargs], getattr(func, "__name__", "") in NUMERIC)
         result = func(*args, **kwargs)
         results = [t for _, t in tensors(result)]
         # What returns no tensor reads a property, if it is no assignment
@@ -192,4 +192,6 @@ def flow_of(structure: nn.Module, example: Any, symbolic: bool = False) -> Flow:
     with enable_python_dispatcher() if symbolic else nullcontext():
         fakes = symbols.fakes if symbols is not None else None
         trace(structure, example, record=record, operators=False, mode=mode, fakes=fakes)
+    # Code that returns another of its tensors may return a shard
+    mode.calls.append(f"returns {[(path, mode.place(tensor)) for path, tensor in tensors(record.output)]}")
     return Flow(_digest(mode.calls), _digest(mode.sizes), symbols.holds() if symbols is not None else None)
