@@ -129,8 +129,9 @@ class Guard:
     Attributes:
         structure: the unsharded model without weights. apply: carries a plan out. base: the state of the sharded model
             as the plan was applied. seen: calls that are proven. flows: what they call, by digests. regions: tests of
-            other lengths and numbers with which the calls of a kind have the same flow; records: how many flows of a
-            kind have been recorded. ignored: attributes that forward itself sets before it reads them.
+            other lengths and numbers with which the calls of a kind have the same flow. records: how many flows of a
+            kind have been recorded. modes: those of the modules in which the example's is known. ignored: attributes
+            that forward itself sets before it reads them; None: not looked for yet. watches: of each copy of the model.
     """
 
     plan: Plan
@@ -141,6 +142,7 @@ class Guard:
     flows: dict[Any, list[Known]] = field(default_factory=dict)
     regions: dict[Any, list[Callable[[Sequence[Any]], bool]]] = field(default_factory=dict)
     records: collections.Counter[Any] = field(default_factory=collections.Counter)
+    modes: set[tuple[bool, ...]] = field(default_factory=set)
     ignored: set[Path] | None = None
     watches: weakref.WeakKeyDictionary[nn.Module, tuple[Watch, dict[Path, str]]] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -243,13 +245,15 @@ class Guard:
         group = kinds, mode, state
         if any(holds(values) for holds in self.regions.get(group, ())):
             return
-        if not self.flows:
-            self.know_example()
         self.refuse_replaced(changes)
         self.convert_as(module)
         example = _on_meta(example)
         hidden = tuple(path for path in changes if is_hidden(path))
-        with Synced(self.structure, self.watches[module][0], changes, self.base):
+        watch = self.watches[module][0]
+        if not any(path[-1] == "training" for path in changes):
+            with Synced(self.structure, watch, {}, self.base):
+                self.know_example(tuple(watch.modes.values()))
+        with Synced(self.structure, watch, changes, self.base):
             try:
                 flow = flow_of(self.structure, example)
             except Exception:  # of any type: of the model's code, on which the proof has a sentence
@@ -278,8 +282,11 @@ class Guard:
                     f"model: {name} has been replaced, and the plan has changed {inner}: plan the model anew"
                 )
 
-    def know_example(self) -> None:
-        """Records the flow of the plan's example."""
+    def know_example(self, modes: tuple[bool, ...]) -> None:
+        """Records the flow of the plan's example, once for each mode."""
+        if modes in self.modes:
+            return
+        self.modes.add(modes)
         example = example_for(self.plan, self.structure)
         args, kwargs = arguments(example)
         named = named_arguments(self.structure, args, kwargs)
@@ -289,7 +296,7 @@ class Guard:
         except Exception:  # of any type: each call is proven then
             return
         fixed = kinds, values_without_lengths(example if named is None else named), ()
-        self.flows[flow.calls, ()] = [Known(flow.sizes, fixed, with_gradients=True)]
+        self.flows.setdefault((flow.calls, ()), []).append(Known(flow.sizes, fixed, with_gradients=True))
 
     def is_known(self, flow: Flow, hidden: Any, fixed: Any) -> bool:
         """True if a flow is that of a proven call: with the same integers, or with others since only lengths differ."""

@@ -359,11 +359,12 @@ class Synced:
             if name in self.targets:
                 self.put(vars(self.targets[name]), "training", mode)
         new = replaced_modules(self.changes)
-        self.memo = {
-            id(module): self.targets[name]
-            for name, module in self.watch.modules.items()
-            if name in self.targets and not any(is_inside(name, other) for other in new)
-        }
+        for name, module in self.watch.modules.items():
+            if name in self.targets and not any(is_inside(name, other) for other in new):
+                self.memo[id(module)] = self.targets[name]
+                # Forwards of ours, which code of the user may have wrapped
+                if "forward" in vars(module):
+                    self.memo[id(vars(module)["forward"])] = self.targets[name].forward
         for path, text in self.changes.items():
             if path[0] != SHARED and path[-1] != "training":
                 self.change(path, text)

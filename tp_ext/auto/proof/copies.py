@@ -61,7 +61,10 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = clone = type(value)(_copy(inner, memo) for inner in value)
         return clone
     if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _copy(value.__self__, memo))
+        clone = _copy(value.__self__, memo)
+        # What stands for a module may be of another class, with another method
+        same_class = type(clone) is type(value.__self__)
+        return types.MethodType(value.__func__, clone) if same_class else getattr(clone, value.__name__)
     if type(value) is functools.partial:
         arguments = [_copy(inner, memo) for inner in value.args]
         return functools.partial(
