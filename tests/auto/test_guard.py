@@ -1,6 +1,7 @@
 """Calls of a sharded model that its plan has not seen: each is proven when it first comes, or refused by a sentence
 that names what is new. The table is the test: a change, and whether the numbers are the unsharded model's."""
 
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tests.helpers.same_gradients import same_gradients
@@ -214,6 +216,123 @@ def _state(group: Any, name: str) -> None:
 @pytest.mark.parametrize("name", STATES)
 def test_a_change_of_the_model(name: str) -> None:
     run(_state, 2, name)
+
+
+def _global(group: Any) -> None:
+    model, sharded = _models(group, Net, {"x": _x()})
+    _compare(model, sharded, lambda m, x: m(x))
+    for holder, key in ((SWITCH, "on"), (vars(nn.modules.module)["_global_forward_hooks"], 10**9)):
+        value = True if key == "on" else _softmax_of_up
+        with mock.patch.dict(holder, {key: value}):
+            _refused(lambda: sharded(_x()), "SWITCH is|_global_forward_hooks is")
+        _compare(model, sharded, lambda m, x: m(x))
+    with mock.patch.object(Net, "norms", True):
+        _refused(lambda: sharded(_x()), "norms is True")
+    with mock.patch.object(Net, "limit", 1):
+        _refused(lambda: sharded(_x()), "limit is 1")
+
+
+def _softmax_of_up(module: nn.Module, args: Any, output: Any) -> Any:
+    return output.softmax(-1) if isinstance(output, Tensor) and output.shape[-1] in (32, 64) else None
+
+
+def test_globals_class_attributes_and_hooks_of_all_modules() -> None:
+    run(_global, 2)
+
+
+def _unfrozen(group: Any) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    model.layer_norm.requires_grad_(False)
+    first = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+    model = nn.Sequential(first, model)
+    plan = auto.plan(model, (_x(),), 2)
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    _compare(model, sharded, lambda m, x: m(x.detach()) + 0 * x)
+    for each in (model, sharded):
+        each[1].layer_norm.requires_grad_(True)
+    _compare(model, sharded, lambda m, x: m(x.detach()) + 0 * x)
+    for each in (model, sharded):
+        each[0].requires_grad_(True)
+    # A sum that the plan has not made may be missing: refused, or right
+    with contextlib.suppress(RuntimeError):
+        _compare(model, sharded, lambda m, x: m(x))
+        return
+    _refused(lambda: sharded(_x()), "0.bias.requires_grad is True")
+
+
+def test_what_was_frozen_when_it_was_planned() -> None:
+    run(_unfrozen, 2)
+
+
+class Counter(Net):
+    """Attributes that forward sets: some before it reads them, one that it counts with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.length, self.kept = 0, 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.length, self.kept, self.shape = self.calls + 1, x.shape[1], x, tuple(x.shape)
+        h = self.act(self.up(x * self.length))
+        return self.last(x + self.down(_normed(h) if self.calls > 200 else h))
+
+
+def _counts(group: Any) -> None:
+    model, sharded = _models(group, Counter, {"x": _x()})
+    for tokens in range(2, 6):
+        _compare(model, sharded, lambda m, x: m(x), tokens)
+    sharded.calls = 199
+    torch.testing.assert_close(sharded(_x()), model(_x()), **close)
+    _refused(lambda: sharded(_x()), "calls is 200")
+
+
+def test_attributes_that_forward_sets() -> None:
+    run(_counts, 2)
+
+
+def _compiled(group: Any) -> None:
+    torch.compiler.reset()
+    model, sharded = _models(group, Called, {"x": _x(), "n": 1, "scale": 1.0, "shift": 0.0})
+    compiled = torch.compile(sharded, backend="eager")
+    for tokens in (5, 4, 6):
+        _compare(model, sharded, lambda m, x: m(x) if m is model else compiled(x), tokens)
+    _refused(lambda: compiled(_x(), flag=True), "flag")
+    _refused(lambda: compiled(_x(7)), "lengths")
+    sharded.act = nn.Softmax(-1)
+    _refused(lambda: compiled(_x()), "act is torch.*Softmax")
+
+
+def test_a_compiled_model_is_looked_at_for_each_trace() -> None:
+    with torch._dynamo.config.patch(recompile_limit=64):  # two ranks in one process
+        run(_compiled, 2)
+
+
+def _attentions(group: Any) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    ids = torch.arange(14).view(2, 7)
+    plan = auto.plan(model, {"input_ids": ids, "use_cache": False}, 2)
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    for each in (model, sharded):
+        each.set_attn_implementation("eager")
+    results = [each(input_ids=ids, use_cache=False, output_hidden_states=True) for each in (model, sharded)]
+    torch.testing.assert_close(results[1].logits, results[0].logits)
+    torch.testing.assert_close(results[1].hidden_states, results[0].hidden_states)
+    _refused(lambda: sharded(input_ids=ids, use_cache=False, output_attentions=True), "results with a sharded dim")
+
+
+def test_attentions_of_transformers_are_not_those_of_a_rank() -> None:
+    run(_attentions, 2)
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {

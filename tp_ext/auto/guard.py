@@ -273,7 +273,7 @@ class Guard:
     def refuse_replaced(self, changes: dict[Path, str]) -> None:
         """Raises RuntimeError if a module has been replaced that had shards, hooks or integers of the plan."""
         plan = self.plan
-        edits = [*plan.copies, *plan.sums, *plan.slices, *plan.tokens, *plan.draws]
+        edits: list[Any] = [*plan.copies, *plan.sums, *plan.slices, *plan.tokens, *plan.draws]
         owners = [name.rpartition(".")[0] for name in (*plan.shardings, *plan.buffers)]
         edited = {*owners, *plan.roles, *plan.patches, *plan.sizes, *(edit.module for edit in edits)}
         for name in replaced_modules(changes):

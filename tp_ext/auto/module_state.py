@@ -117,7 +117,7 @@ class Watch:
         self.seen: set[int] = set()
         self.modules = dict(named_modules(model))
         self.modes = {name: module.training for name, module in self.modules.items()}
-        self.trainable = {
+        self.trainable: dict[Path, Place] = {
             (name, key, "requires_grad"): Place(str(p.requires_grad), module, key)
             for name, module in self.modules.items()
             for key, p in module._parameters.items()
@@ -200,10 +200,10 @@ class Watch:
             return False
         attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
         is_opaque = isinstance(value, (nn.Module, Tensor, *PLAIN, *FUNCTIONS)) or _is_of(value, ("torch", "tp_ext"))
-        is_walked = isinstance(attributes, dict) and depth < DEPTH and not is_opaque
-        if is_walked:
-            self.add_holder(path, attributes, depth + 1)
-        return is_walked
+        if not isinstance(attributes, dict) or depth >= DEPTH or is_opaque:
+            return False
+        self.add_holder(path, attributes, depth + 1)
+        return True
 
     def add_class(self, cls: type) -> None:
         """Adds class attributes, and what the functions of a class read of globals and closures."""
@@ -312,7 +312,8 @@ class Baseline:
                 for name, mode in watch.modes.items()
                 if mode != self.modes.get(name, mode)
             }
-        return dict(sorted({**changed, **trainable, **modes}.items()))
+        every: dict[Path, str] = {**changed, **trainable, **modes}
+        return dict(sorted(every.items()))
 
 
 def is_hidden(path: Path) -> bool:
@@ -379,7 +380,7 @@ class Synced:
                 holder[key] = value
         self.kept.clear()
 
-    def put(self, holder: dict[Any, Any], key: Any, value: Any) -> None:
+    def put(self, holder: Any, key: Any, value: Any) -> None:
         self.kept.append((holder, key, holder.get(key, GONE)))
         if value is GONE:
             holder.pop(key, None)

@@ -6,7 +6,7 @@ traces again where it differs. So the guard looks once for each trace, at the va
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
@@ -50,7 +50,7 @@ def look_while_traced(guard: Any, module: Any, args: Any, kwargs: Any) -> None:
 def _look(context: ComptimeContext) -> None:
     names = ("guard", "module", "args", "kwargs")
     guard, module, args, kwargs = (
-        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker() for name in names
+        cast("Any", context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()) for name in names
     )
     call = module.value, value_of(args), value_of(kwargs)
     raised: list[BaseException] = []

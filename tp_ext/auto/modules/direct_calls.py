@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -259,7 +259,7 @@ def run_hooks_in_forward(model: nn.Module) -> None:
     """Lets ``model.forward(..)`` by name be a call of the model, whose hooks look at arguments and complete results."""
     if not isinstance(model, DirectlyCalled):
         _convert(model, CallOfModule("the model", Outermost(), None))
-    model.tp_call = replace(model.tp_call, has_hooks=True)  # type: ignore[assignment, arg-type]
+    vars(model)["tp_call"].has_hooks = True
     model.register_forward_pre_hook(EnterModel())
 
 

@@ -86,7 +86,7 @@ class Symbols:
         """What stands for an argument."""
         source = ConstantSource(f"argument_{len(self.exprs)}")
         if isinstance(value, Tensor):
-            context = StatelessSymbolicContext([DimDynamic.DYNAMIC] * value.dim())  # type: ignore[var-annotated]
+            context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * value.dim())
             fake = self.fakes.from_tensor(value, source=source, symbolic_context=context)
             self.exprs += [n if isinstance(n, int) else n.node.expr for n in fake.shape]
             return fake
@@ -94,7 +94,7 @@ class Symbols:
             return value
         symbol = self.env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         make = self.env.create_symintnode if isinstance(value, int) else self.env.create_symfloatnode
-        made = make(symbol, hint=value, source=source)  # type: ignore[operator]
+        made = make(symbol, hint=value, source=source)
         self.numbers.add(symbol)
         self.exprs.append(symbol)
         return made
