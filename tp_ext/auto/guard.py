@@ -27,9 +27,9 @@ from tp_ext.auto.module_state import (
     SHARED,
     Baseline,
     Path,
-    Place,
+    StatePlace,
+    StateWatch,
     Synced,
-    Watch,
     is_hidden,
     is_inside,
     replaced_modules,
@@ -144,7 +144,7 @@ class Guard:
     records: collections.Counter[Any] = field(default_factory=collections.Counter)
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     ignored: set[Path] | None = None
-    watches: weakref.WeakKeyDictionary[nn.Module, tuple[Watch, dict[Path, str]]] = field(
+    watches: weakref.WeakKeyDictionary[nn.Module, tuple[StateWatch, dict[Path, str]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
@@ -193,7 +193,7 @@ class Guard:
         watch, changes = self.watches.get(module, (None, {}))
         if watch is not None and watch.is_unchanged():
             return changes
-        watch = Watch(module, self.ignored or ())
+        watch = StateWatch(module, self.ignored or ())
         changes = self.base.changes(watch)
         if changes and self.ignored is None:
             self.ignored = self.set_by_forward()
@@ -204,15 +204,19 @@ class Guard:
     def set_by_forward(self) -> set[Path]:
         """The attributes that forward sets: all, if it reads none of them before, else those that are no numbers, such
         as caches, with which the proof by values has run."""
-        example, before, found = example_for(self.plan, self.structure), Watch(self.structure), dict[Path, Place]()
+        example, before, found = (
+            example_for(self.plan, self.structure),
+            StateWatch(self.structure),
+            dict[Path, StatePlace](),
+        )
 
         def compare(*_: Any) -> None:
-            now = Watch(self.structure)
+            now = StateWatch(self.structure)
             for path, place in now.places.items():
                 if path[1] not in (*HOOKS, "_modules", "forward") and path[0] != SHARED:
                     old = before.places.get(path)
                     if old is None or old.text != place.text:
-                        found[path] = Place(place.text, old and old.holder, is_number(place.holder.get(place.key)))
+                        found[path] = StatePlace(place.text, old and old.holder, is_number(place.holder.get(place.key)))
 
         handle = self.structure.register_forward_hook(compare, always_call=True)
         try:

@@ -1,9 +1,9 @@
-"""What code of a model reads beside its arguments: attributes of its modules, what these refer to, their modes, modules
-and hooks, class attributes, globals and variables of closures.
+"""What code of a model reads apart from its arguments: attributes of its modules, what these refer to, their modes,
+modules and hooks, class attributes, globals and variables of closures.
 
 [Note: the state of modules is looked at in each call] Thousands of attributes cannot be walked in Python each time. So
-a :class:`Watch` holds what every place had when it was walked last, and compares by identity, in C. Only where that
-differs the places are described by texts, and compared with those at ``apply``."""
+a :class:`StateWatch` holds what every place had when it was walked last, and compares by identity, in C. Only where
+that differs the places are described by texts, and compared with those at ``apply``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEPTH = 4  # of plain objects and dicts inside of an attribute
 
 
 @dataclasses.dataclass(eq=False)
-class Place:
+class StatePlace:
     """A place that holds a value: a key of a dict, which may be that of an object's attributes."""
 
     text: str
@@ -106,19 +106,19 @@ def hook_text(hook: Any) -> str:
     return "" if _is_of(hook, MACHINERY) and not _is_of(hook, ("torch.nn.utils",)) else text_of(hook)
 
 
-class Watch:
+class StateWatch:
     """Notices that a model's state changes."""
 
     def __init__(self, model: nn.Module, ignored: Iterable[Path] = ()) -> None:
         self.ignored = set(ignored)
-        self.places: dict[Path, Place] = {}
+        self.places: dict[Path, StatePlace] = {}
         self.getters: list[Callable[[Any], Iterable[Any]]] = []
         self.holders: list[Any] = []
         self.seen: set[int] = set()
         self.modules = dict(named_modules(model))
         self.modes = {name: module.training for name, module in self.modules.items()}
-        self.trainable: dict[Path, Place] = {
-            (name, key, "requires_grad"): Place(str(p.requires_grad), module, key)
+        self.trainable: dict[Path, StatePlace] = {
+            (name, key, "requires_grad"): StatePlace(str(p.requires_grad), module, key)
             for name, module in self.modules.items()
             for key, p in module._parameters.items()
             if p is not None
@@ -158,7 +158,7 @@ class Watch:
     def add_module(self, name: str, module: nn.Module) -> None:
         for child, inner in module._modules.items():
             if inner is not None:
-                self.places[name, "_modules", child] = Place(class_text(_unwrapped(inner)), module._modules, child)
+                self.places[name, "_modules", child] = StatePlace(class_text(_unwrapped(inner)), module._modules, child)
         self.add(dict.values, module._modules)
         for hooks in HOOKS:
             self.add_hooks((name, hooks), vars(module), hooks)
@@ -171,7 +171,7 @@ class Watch:
         self.add(dict.values, holder[key])
         texts = [text for hook in holder[key].values() if (text := hook_text(hook))]
         if texts:
-            self.places[path] = Place(repr(texts), holder, key)
+            self.places[path] = StatePlace(repr(texts), holder, key)
 
     def add_holder(self, path: Path, holder: dict[str, Any], depth: int, internal: Iterable[str] = ()) -> None:
         """Adds the attributes of an object, or the items of a dict."""
@@ -188,7 +188,7 @@ class Watch:
             if not isinstance(value, Tensor):
                 names.append(key)
             is_walked = self.add_inner(inner_path, value, depth)
-            self.places[inner_path] = Place(text_of(value, 0 if is_walked else DEPTH), holder, key)
+            self.places[inner_path] = StatePlace(text_of(value, 0 if is_walked else DEPTH), holder, key)
         if names:
             self.add(operator.itemgetter(names[0], *names), holder)
 
@@ -233,13 +233,13 @@ class Watch:
             if isinstance(value, types.FunctionType):
                 self.add_function(value)
             elif isinstance(value, (*PLAIN, *CONTAINERS, dict)):
-                self.places[SHARED, function.__qualname__, name] = Place(text_of(value))
+                self.places[SHARED, function.__qualname__, name] = StatePlace(text_of(value))
                 self.add(_contents, _Cell(cell))
                 self.add_inner((SHARED, function.__qualname__, name), value, 1)
 
     def add_variable(self, path: Path, holder: Any, key: str, value: Any) -> None:
         if isinstance(value, (*PLAIN, *CONTAINERS, dict)) and path not in self.places:
-            self.places[path] = Place(text_of(value))
+            self.places[path] = StatePlace(text_of(value))
             # The holder has other names, too, of which nothing is read
             self.add(_variable(key), _Sized(holder))
             self.add_inner(path, value, 1)
@@ -282,10 +282,10 @@ class Baseline:
 
     @classmethod
     def of(cls, model: nn.Module) -> Baseline:
-        watch = Watch(model)
+        watch = StateWatch(model)
         return cls(_texts(watch.places), watch.modes, _texts(watch.trainable))
 
-    def changes(self, watch: Watch) -> dict[Path, str]:
+    def changes(self, watch: StateWatch) -> dict[Path, str]:
         """What has changed, with what it is now; "": it is gone."""
         now = _texts(watch.places)
         changed = {p: now.get(p, "") for p in {*now, *self.texts} if now.get(p) != self.texts.get(p)}
@@ -321,7 +321,7 @@ def is_hidden(path: Path) -> bool:
     return path[-1] == "requires_grad" or path[1].removeprefix("_global") in ("_backward_hooks", "_backward_pre_hooks")
 
 
-def _texts(places: dict[Path, Place]) -> dict[Path, str]:
+def _texts(places: dict[Path, StatePlace]) -> dict[Path, str]:
     return {path: place.text for path, place in places.items()}
 
 
@@ -349,7 +349,7 @@ def sentence(changes: dict[Path, str]) -> str:
 class Synced:
     """The unsharded structure with the changes that the sharded model has had since the plan was applied."""
 
-    def __init__(self, structure: nn.Module, watch: Watch, changes: dict[Path, str], base: Baseline) -> None:
+    def __init__(self, structure: nn.Module, watch: StateWatch, changes: dict[Path, str], base: Baseline) -> None:
         self.structure, self.watch, self.changes, self.base = structure, watch, changes, base
         self.kept: list[tuple[Any, Any, Any]] = []
         self.memo: dict[int, Any] = {}

@@ -118,7 +118,7 @@ class Symbols:
         return lambda given: bool(test(given))
 
 
-class _Recorded(TorchFunctionMode):
+class _FlowRecorder(TorchFunctionMode):
     """Records the calls from Python with what they are given."""
 
     def __init__(self, record: Record, numbers: set[Any]) -> None:
@@ -188,7 +188,7 @@ def flow_of(structure: nn.Module, example: Any, symbolic: bool = False) -> Flow:
     if symbols is not None:
         leaves, spec = tree_flatten(arguments(example))
         example = Arguments(*tree_unflatten([symbols.of(leaf) for leaf in leaves], spec))
-    mode = _Recorded(record, symbols.numbers if symbols is not None else set())
+    mode = _FlowRecorder(record, symbols.numbers if symbols is not None else set())
     with enable_python_dispatcher() if symbolic else nullcontext():
         fakes = symbols.fakes if symbols is not None else None
         trace(structure, example, record=record, operators=False, mode=mode, fakes=fakes)
