@@ -40,7 +40,7 @@ from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import Slice
-from tp_ext.auto.record.flow import Flow, flow_of, is_number
+from tp_ext.auto.record.flow import CallFlow, flow_of, is_number
 from tp_ext.auto.record.forwards import named_arguments
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import Arguments, arguments
@@ -302,7 +302,7 @@ class Guard:
         fixed = kinds, values_without_lengths(example if named is None else named), ()
         self.flows.setdefault((flow.calls, ()), []).append(Known(flow.sizes, fixed, with_gradients=True))
 
-    def is_known(self, flow: Flow, hidden: Any, fixed: Any) -> bool:
+    def is_known(self, flow: CallFlow, hidden: Any, fixed: Any) -> bool:
         """True if a flow is that of a proven call: with the same integers, or with others since only lengths differ."""
         known = self.flows.get((flow.calls, hidden), ())
         with_gradients = torch.is_grad_enabled()
@@ -356,7 +356,7 @@ class Guard:
 skip_code(Guard.__call__.__code__)
 
 
-def region_of(structure: nn.Module, example: Any, flow: Flow) -> list[Callable[[Sequence[Any]], bool]]:
+def region_of(structure: nn.Module, example: Any, flow: CallFlow) -> list[Callable[[Sequence[Any]], bool]]:
     """A test of lengths and numbers with which a flow is the same, if there is one."""
     try:
         symbolic = flow_of(structure, example, symbolic=True)

@@ -47,7 +47,7 @@ def is_number(value: Any) -> bool:
 
 
 @dataclass
-class Flow:
+class CallFlow:
     """The flow of a call.
 
     Attributes:
@@ -182,7 +182,7 @@ def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def flow_of(structure: nn.Module, example: Any, symbolic: bool = False) -> Flow:
+def flow_of(structure: nn.Module, example: Any, symbolic: bool = False) -> CallFlow:
     """Runs a model on fakes, with symbols in place of lengths and numbers if ``symbolic``; returns its flow."""
     record, symbols = Record(), Symbols() if symbolic else None
     if symbols is not None:
@@ -194,4 +194,4 @@ def flow_of(structure: nn.Module, example: Any, symbolic: bool = False) -> Flow:
         trace(structure, example, record=record, operators=False, mode=mode, fakes=fakes)
     # Code that returns another of its tensors may return a shard
     mode.calls.append(f"returns {[(path, mode.place(tensor)) for path, tensor in tensors(record.output)]}")
-    return Flow(_digest(mode.calls), _digest(mode.sizes), symbols.holds() if symbols is not None else None)
+    return CallFlow(_digest(mode.calls), _digest(mode.sizes), symbols.holds() if symbols is not None else None)
