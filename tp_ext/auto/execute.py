@@ -40,9 +40,10 @@ from tp_ext.auto.modules.token_hooks import (
     TokenBoundary,
     TokenLengths,
 )
-from tp_ext.auto.record.edits import Copy, SizeCall
+from tp_ext.auto.record.edits import Copy
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
+from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
@@ -188,25 +189,12 @@ def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
     local = Localized(model, example, edits)
     try:
         # Another version of the model's code makes other calls, although its parameters fit the plan
-        if digest(local.calls(rank, _patches(plan, rank), _sizes(plan, rank))) == plan.proofs[rank]:
+        code = local_of(plan.patches, plan.sizes, rank)
+        if digest(local.calls(rank, code.patches, code.sizes)) == plan.proofs[rank]:
             return ""
     except MismatchError as mismatch:
         return f"its local forward on rank {rank} fails: {mismatch}"
     return f"its local forward on rank {rank} makes other calls, or of other shapes, than the planned model's"
-
-
-def _patches(plan: Plan, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """The integers of a rank."""
-    return {
-        module: {a: (old, new[rank] if isinstance(new, tuple) else new) for a, (old, new) in changes.items()}
-        for module, changes in plan.patches.items()
-    }
-
-
-def _sizes(plan: Plan, rank: int) -> dict[str, list[SizeCall]]:
-    """The sizes of a rank."""
-    of_rank = {module: calls[rank] if len(calls) > 1 else calls[0] for module, calls in plan.sizes.items()}
-    return {module: calls for module, calls in of_rank.items() if calls}
 
 
 class _Applied:
@@ -248,11 +236,11 @@ class _Applied:
         refuse_fused_paths(self.model, list(self.plan.shardings))
         self.shard_buffers()
         self.fuse_norms()
-        patch(self.model, _patches(self.plan, self.group.rank))
+        local = local_of(self.plan.patches, self.plan.sizes, self.group.rank)
+        patch(self.model, local.patches)
         self.register_hooks(own_input)
-        if self.plan.invariant_blocks is not None:
-            register_functions(self.model, self.plan.functions)
-        for name, calls in _sizes(self.plan, self.group.rank).items():
+        register_functions(self.model, self.plan.functions)
+        for name, calls in local.sizes.items():
             SizedForward(self.model.get_submodule(name), name, calls).install()
         convert_direct_calls(self.model, self.plan, self.group)
         for name in self.plan.direct:

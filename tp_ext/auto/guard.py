@@ -45,6 +45,7 @@ from tp_ext.auto.record.forwards import named_arguments
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search.hints import PlanOptions
+from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.reasons import traced
@@ -398,7 +399,12 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
     record = traced(structure, example, rules)
     # The shards exist: what the new plan may decide is only whether the same shards serve this call, too
     only = {name: sharding.dim for name, sharding in plan.shardings.items()}
-    options = PlanOptions(sequence_parallel=bool(plan.tokens), invariant_blocks=plan.invariant_blocks, only=only)
+    options = PlanOptions(
+        sequence_parallel=bool(plan.tokens),
+        invariant_blocks=plan.invariant_blocks,
+        only=only,
+        local=[local_of(plan.patches, plan.sizes, rank) for rank in range(plan.p)],
+    )
     planner = Planner(structure, example, plan.p, record, options)
     again = planner.decide()
     called = {call.module for call in record.calls}

@@ -113,12 +113,7 @@ class Masks(TorchFunctionMode):
         Raises:
             RuntimeError: the plan has none that fits.
         """
-        running = self.running[-1]
-        self.keep_for_recomputation(running)
-        draws = running.draws
-        # A loop may run more often than in the example, so that its draws begin again
-        planned = draws[running.next % len(draws)] if draws else None
-        running.next += 1
+        running, planned = self.running[-1], self.planned()
         if planned is not None and planned.call == call and self.fits(planned, x):
             return planned
         fitting = [draw for draw in running.begun.draws if draw.call == call and self.fits(draw, x)]
@@ -131,6 +126,15 @@ class Masks(TorchFunctionMode):
             f"{', '.join(planned_calls) or 'nothing'} of other tensors; plan with an example and a mode in which "
             "forward makes the same calls"
         )
+
+    def planned(self) -> Draw | None:
+        """The draw of the plan at the place of the next random call, which may mask another tensor."""
+        running = self.running[-1]
+        self.keep_for_recomputation(running)
+        draws = running.draws
+        # A loop may run more often than in the example, so that its draws begin again
+        running.next += 1
+        return draws[(running.next - 1) % len(draws)] if draws else None
 
     def fits(self, draw: Draw, x: Tensor) -> bool:
         """True if x has the lengths that do not change from run to run."""
@@ -158,21 +162,28 @@ class Masks(TorchFunctionMode):
     # ------------------------------------------------------------ masks
 
     def drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        result = self.masked(self.take("dropout", input), input, p, training)
+        if not training or p == 0:
+            self.planned()  # any tensor: nothing is drawn
+            return masked(input, p, training)
+        result = self.masked(self.take("dropout", input), input, p)
         return input.copy_(result) if inplace and result is not input else result
 
-    def masked(self, draw: Draw, x: Tensor, p: float, training: bool = True) -> Tensor:
-        if training and p > 0:
-            running = self.running[-1]
-            begin_draw(running.begun.__dict__, (self.group,), x.device, running.next)
+    def masked(self, draw: Draw, x: Tensor, p: float) -> Tensor:
+        running = self.running[-1]
+        begin_draw(running.begun.__dict__, (self.group,), x.device, running.next)
         # The lengths of shards of tokens are those of the run: the plan does not have them
         if draw.tokens and self.tokens is not None and draw.dim is not None:
             sizes = self.tokens.sizes_of(x, draw.dim)
             dim = None if sizes is None else draw.dim
-            return masked(x, p, training, group=self.group.name, dim=dim, sizes=sizes)
+            return masked(x, p, group=self.group.name, dim=dim, sizes=sizes)
         # All ranks draw the mask of one process for a replicated tensor, so that it stays replicated
-        if draw.factor is None or draw.dim is None or not training or p == 0:
-            return masked(x, p, training)
+        if draw.dim is None:
+            return masked(x, p)
+        if draw.factor is None:
+            raise RuntimeError(
+                f"{draw.module or 'the model'}: F.{draw.call} masks a dim that has a sharded factor between lengths of "
+                "the example; plan with a dropout above 0"
+            )
         factor, group = draw.factor, self.group
         divided, dim = factor.divided(x, draw.dim, factor.local_size(group.rank, group.size))
         slices = factor.sharding(dim).slices(group.rank, group.size)
@@ -191,11 +202,12 @@ class Masks(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """softmax(q k^T scale + mask) v with dropout of the weights, as the documentation of torch computes it."""
-        draw = self.take("scaled_dot_product_attention", query)
-        # Nothing is drawn, and the fused kernels may run
+        # Nothing is drawn: any query will do, and the fused kernels may run
         if not dropout_p:
+            self.planned()
             options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return func(query, key, value, attn_mask, dropout_p, **options)
+        draw = self.take("scaled_dot_product_attention", query)
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (t.repeat_interleave(groups, -3) for t in (key, value))

@@ -198,7 +198,7 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
     ) -> Planner:
         record = traced(model, example, rules)
         tokens = POSSIBLE if planner.proves_tokens else False
-        options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only)
+        options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only, local=planner.given)
         part = Planner(model, example, p, record, options)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         part.local = planner.local and planner.local.of(part.modules)  # tried first: equal code has equal integers

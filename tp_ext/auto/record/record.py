@@ -93,6 +93,7 @@ class RandomCall:
     place: int
     index: int  # among the calls from Python
     call: ModuleCall  # of the module
+    draws: bool  # with these arguments
     always: bool  # it draws although the module is in eval mode
 
 
@@ -201,7 +202,8 @@ class Record:
         """Adds a random call of the module that runs."""
         call = self.running[-1]
         place, index = len(self.steps), len(self.python_calls) - 1
-        self.random_calls.append(RandomCall(call.module, name, masked, place, index, call, draws and not call.training))
+        always = draws and not call.training
+        self.random_calls.append(RandomCall(call.module, name, masked, place, index, call, draws, always))
 
     def draw_whole(self) -> None:
         """Notes that the module that runs draws by an operator of torch, whose tensors stay whole."""

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from tp_ext.auto.search.integers import Local
 from tp_ext.mesh_program.partition_spec import P
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of one plan, as those of :func:`tp_ext.auto.plan`; ``only``: the parameters that may be sharded, with the
-    dim; None: all."""
+    """Options of one plan, as those of :func:`tp_ext.auto.plan`.
+
+    Attributes:
+        only: the parameters that may be sharded, with the dim; None: all.
+        local: the code of each rank of a plan that is carried out; another call runs with the same.
+    """
 
     hints: Mapping[str, str | P] = field(default_factory=dict)
     memory_budget: float | None = None
     sequence_parallel: bool | str = False
     invariant_blocks: int | None = None
     only: Mapping[str, int] | None = None
+    local: Sequence[Local] = ()
 
 
 def check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:

@@ -158,9 +158,13 @@ class IntegerSearch:
         return self.seen[key]
 
     def without_needless(self, best: _Seen) -> _Seen:
-        """Removes integers that are not needed: those of modules whose sizes are changed in each call."""
-        for name, attribute in sorted((n, a) for n in self.changed & set(best.patches) for a in best.patches[n]):
-            if attribute not in best.patches.get(name, {}):
+        """Removes integers that are not needed: nothing shows that their numbers are right, and another call may read
+        them."""
+        given = self.before.patches if self.before is not None else self.known
+        for name, attribute in sorted((n, a) for n in best.patches for a in best.patches[n]):
+            # Those of another rank are needed there, and ranks must have the same
+            is_given = attribute in given.get(name, {}) and name not in self.changed
+            if is_given or attribute in self.known.get(name, {}) or attribute not in best.patches.get(name, {}):
                 continue
             kind = type(self.localized.model.get_submodule(name))
             less = {
@@ -240,6 +244,20 @@ class IntegerSearch:
         return changed
 
 
+def agreeing(localized: Localized, rank: int, given: Local) -> Local | None:
+    """The code of a rank that is carried out, if all calls agree with it: a search might end at another."""
+    names = {name for name, _ in localized.model.named_modules(remove_duplicate=False)}  # a part has some of them
+    local = Local(
+        {name: changes for name, changes in given.patches.items() if name in names},
+        {name: calls for name, calls in given.sizes.items() if name in names},
+    )
+    try:
+        localized.checked(rank, local.patches, local.sizes)
+    except MismatchError:
+        return None
+    return local
+
+
 def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Returns the integers of torch's own modules, which need no search: the numbers of groups of sharded group norms
     and convolutions, module -> {name: (full, local)}.
@@ -306,6 +324,22 @@ def merged(by_rank: Mapping[int, Patches]) -> dict[str, dict[str, tuple[int, int
             new = tuple(by_rank[rank][module][attribute][1] for rank in sorted(by_rank))
             merged.setdefault(module, {})[attribute] = old, new[0] if len(set(new)) == 1 else new
     return merged
+
+
+def local_of(
+    patches: Mapping[str, Mapping[str, tuple[int, int | tuple[int, ...]]]],
+    sizes: Mapping[str, Sequence[Sequence[SizeCall]]],
+    rank: int,
+) -> Local:
+    """The code of a rank, of the patches and sizes of all."""
+    of_rank = {module: calls[rank] if len(calls) > 1 else calls[0] for module, calls in sizes.items()}
+    return Local(
+        {
+            module: {a: (old, new[rank] if isinstance(new, tuple) else new) for a, (old, new) in changes.items()}
+            for module, changes in patches.items()
+        },
+        {module: list(calls) for module, calls in of_rank.items() if calls},
+    )
 
 
 def merged_sizes(by_rank: Sequence[SizesByModule]) -> dict[str, list[list[SizeCall]]]:

@@ -41,13 +41,19 @@ def _number(record: Record, call: ModuleCall) -> int:
     return sum(earlier.module == call.module and earlier.caller is call.caller for earlier in before)
 
 
-def undrawable(record: Record, decisions: Sequence[Decision], p: int, local: set[int]) -> list[Problem]:
-    """Returns problems of random calls whose masks cannot be those of the full tensor, at the lengths of each run."""
+def undrawable(
+    record: Record, decisions: Sequence[Decision], p: int, local: set[int], carried_out: bool
+) -> list[Problem]:
+    """Returns problems of random calls whose masks cannot be those of the full tensor, at the lengths of each run.
+
+    Args:
+        carried_out: the model is sharded, and runs a call that may not draw: where it draws, its hooks refuse it.
+    """
     finder = _DrawFinder(record, decisions, p, local, None)
     return [
         Problem(call.module, f"{call.name} masks a dim that has a sharded factor between lengths of the example")
         for call in record.random_calls
-        if (draw := finder.draw(call)).dim is not None and draw.factor is None
+        if (call.draws or not carried_out) and (draw := finder.draw(call)).dim is not None and draw.factor is None
     ]
 
 

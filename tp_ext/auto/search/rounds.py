@@ -23,7 +23,7 @@ from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
 from tp_ext.auto.search.hints import PlanOptions, hint_of
 from tp_ext.auto.search.in_blocks import plan_in_blocks
-from tp_ext.auto.search.integers import IntegerSearch, Local, merged, merged_sizes
+from tp_ext.auto.search.integers import IntegerSearch, Local, agreeing, merged, merged_sizes
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
@@ -64,7 +64,7 @@ class State:
 
 class Planner:
     def __init__(self, model: nn.Module, example: Any, p: int, record: Record, options: PlanOptions) -> None:
-        self.only = options.only
+        self.only, self.given = options.only, options.local if len(options.local) == p else ()
         self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
         self.local: Local | None = None  # integers of a rank in the last plan, or in that of a larger model
@@ -177,7 +177,7 @@ class Planner:
                 flow.problems.append(Problem("", text, blame=frozenset(decision.sharded)))
         # Logits have their full shape for the code, so masks of dropout on them are whole
         drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
-        flow.problems += undrawable(self.record, drawn, self.p, flow.local)
+        flow.problems += undrawable(self.record, drawn, self.p, flow.local, bool(self.given))
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
 
     def parameters_in(self, cut: Mapping[str, Any], name: str) -> list[str]:
@@ -316,7 +316,9 @@ class Planner:
             key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), self.local)
-                searched[key] = integers = IntegerSearch(localized, rank, before).find()
+                given = agreeing(localized, rank, self.given[rank]) if self.given else None
+                integers = given or IntegerSearch(localized, rank, before).find()
+                searched[key] = integers
                 proofs[key] = digest(localized.calls(rank, integers.patches, integers.sizes))
             state.local[rank] = searched[key]
             state.proofs.append(proofs[key])
