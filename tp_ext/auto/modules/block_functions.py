@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tp_ext import _ops
 from tp_ext.auto.modules.random_draws import CHECKPOINT
+from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.search.in_blocks import REPLACED
 from tp_ext.auto.search.localize import is_conv1d
 from tp_ext.invariance import refuse_compiled
@@ -40,7 +41,7 @@ class BlockFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replacement = REPLACEMENTS.get(func)
-        kwargs = kwargs or {}
+        args, kwargs = by_place(func, args, kwargs or {}) if replacement is not None else (args, kwargs or {})
         # Sharded logits answer themselves: they gather their columns for these functions
         if replacement is None or not args or type(args[0]) not in PLAIN or not args[0].is_floating_point():
             return func(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import replaced
 from tp_ext.group import ParallelGroup
@@ -73,13 +74,15 @@ class ShardedLogits(Tensor):
             if name == "__get__":
                 value = func(local(x))
                 return torch.Size([*value[:-1], cls._vocab()]) if isinstance(value, torch.Size) else value
+            placed, named = by_place(func, args, kwargs)
             # The answer does not depend on the columns of other ranks: a gather for it would be of no use
             if name in LOCAL or (name.startswith("_") and not name.startswith("__")):
-                return func(local(x), *args[1:], **kwargs)
-            handled = _HANDLERS.get(func, _HANDLERS.get(name, lambda *_: NotImplemented))(cls, func, x, args, kwargs)
+                return func(local(x), *placed[1:], **named)
+            handler = _HANDLERS.get(func, _HANDLERS.get(name))
+            handled = handler(cls, func, x, placed, named) if handler is not None else NotImplemented
         if handled is not NotImplemented:
             return handled
-        full, written = x.full(), bool(args) and args[0] is x and _writes(name)
+        full, written = x.full(), bool(placed) and placed[0] is x and _writes(name)
         # One gather of x, however often it is an argument
         args = [full if a is x else _gathered(a) for a in args]
         result = func(*args, **{key: full if value is x else _gathered(value) for key, value in kwargs.items()})
@@ -125,7 +128,7 @@ Cls = type[ShardedLogits]
 
 def _size(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     size = torch.Size([*local(x).shape[:-1], cls._vocab()])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dim = args[1] if len(args) > 1 else None
     return size if dim is None else size[dim]
 
 
@@ -143,7 +146,7 @@ def _text(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> 
 
 def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments: dict[str, Any] = dict(zip(names, args, strict=False))
     target, plain = arguments["target"], local(x)
     unusual = [arguments.get(name) for name in ("weight", "size_average", "reduce")]
     # Classes in another dim than the last, targets of probabilities and weights of classes need the full logits
@@ -162,9 +165,9 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
 
 
 def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dim = args[1] if len(args) > 1 else None
     # Only the position over the vocabulary, as a tensor without that dim, has a sharded form
-    if dim not in (-1, x.dim() - 1) or kwargs.get("keepdim") or len(args) > 2:
+    if dim not in (-1, x.dim() - 1) or any(args[2:]):
         return NotImplemented
     with using_blocks(cls.blocks):
         return vocab_parallel_argmax(local(x).contiguous(), cls.group.name or None, vocab_size=cls._vocab())
@@ -179,7 +182,7 @@ def _view(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> 
 
 
 def _flatten(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
-    end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
+    end = args[2] if len(args) > 2 else -1
     return NotImplemented if end in (-1, local(x).dim() - 1) else func(local(x), *args[1:], **kwargs).as_subclass(cls)
 
 

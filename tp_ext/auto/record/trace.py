@@ -28,6 +28,7 @@ from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.forwards import CalledForward, options_of
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
+from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.multi_head import plain_paths
 from tp_ext.auto.record.numbers import READ, Change, Numbers
 from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
@@ -132,7 +133,9 @@ class _Calls(TorchFunctionMode):
         if is_of_fakes(sys._getframe(1)):
             return func(*args, **kwargs)
         whole = WHOLE_CALLS.get(func)
-        if not record.paused and not record.is_examined and (answer := of_call(record, func, args)) is not None:
+        if not record.paused and not record.is_examined and (
+            answer := of_call(record, func, by_place(func, args, kwargs)[0])
+        ) is not None:
             return answer
         record.function = func
         if record.paused or record.is_examined or whole is None:

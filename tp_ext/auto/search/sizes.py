@@ -17,12 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from tp_ext.auto.record.edits import SizeCall
 from tp_ext.auto.record.forwards import run_forward
+from tp_ext.auto.record.keywords import by_place
 
-# Function -> the place and the names of its sizes among the arguments
-SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "view": (1, ("size",)), "reshape": (1, ("shape",)), "expand": (1, ("size",)), "unflatten": (2, ("sizes",)),
-    "split": (1, ("split_size_or_sections", "split_size")), "split_with_sizes": (1, ("split_sizes",)),
-}  # fmt: skip
+# Function -> the place of its sizes among the arguments
+SIZES = {"view": 1, "reshape": 1, "expand": 1, "unflatten": 2, "split": 1, "split_with_sizes": 1}
 
 
 @dataclass
@@ -37,21 +35,16 @@ class SizeArguments:
 
 
 def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
-    """The sizes that a function is called with; None: it is another function, or they are no integers."""
+    """The sizes that a function is called with, by their place; None: it is another function, or they are no
+    integers."""
+    place = SIZES.get(name, 0)
     # Another function may have one of these names, without a tensor as its first argument
-    if name not in SIZES or not args or not isinstance(args[0], Tensor):
+    if not place or len(args) <= place or not isinstance(args[0], Tensor):
         return None
-    place, names = SIZES[name]
-    key = next((name for name in names if name in kwargs), None)
-    if key is not None:
-        value, end = kwargs[key], len(args)
-    elif len(args) > place:
-        value, end = args[place], place + 1
-        # Only these take their sizes as separate arguments, as in view(b, 12, 64)
-        if name in ("view", "reshape", "expand") and type(value) is int:
-            value, end = tuple(args[place:]), len(args)
-    else:
-        return None
+    value, end = args[place], place + 1
+    # Only these take their sizes as separate arguments, as in view(b, 12, 64)
+    if name in ("view", "reshape", "expand") and type(value) is int:
+        value, end = tuple(args[place:]), len(args)
     values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
     # view(dtype) has no sizes, and symbolic sizes of a compiler no numbers
     if not values or not all(type(size) is int for size in values):
@@ -59,8 +52,6 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeAr
 
     def rebuilt(new: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sizes = new[0] if type(value) is int else list(new)
-        if key is not None:
-            return args, {**kwargs, key: sizes}
         return (*args[:place], sizes, *args[end:]), kwargs
 
     return SizeArguments(values, rebuilt)
@@ -101,8 +92,8 @@ class Observer(TorchFunctionMode):
         self.calls: dict[str, dict[int, list[SizeCall]]] = {}  # module -> its call -> calls with sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        args, kwargs = by_place(func, args, kwargs or {}) if name in SIZES else (args, kwargs or {})
         sizes = sizes_of(name, args, kwargs)
         module = self.record.modules[-1] if self.record is not None else ""
         if sizes is None or module in self.ignored:
@@ -164,7 +155,7 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Seq
     """The sizes with which a call has results of these shapes; those given, if there are none."""
     number = len(sizes.values)
     if name.startswith("split"):
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        dim = args[2] if len(args) > 2 else 0
         lengths = [shape[dim] for shape in shapes]
         # One size is that of all parts but the last. Another number of sections belongs to another call
         return lengths[:number] if number in (1, len(lengths)) else sizes.values
@@ -190,8 +181,8 @@ class _Rewriting(TorchFunctionMode):
         self.next = self.paused = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        args, kwargs = by_place(func, args, kwargs or {}) if name in SIZES else (args, kwargs or {})
         sizes = None if self.paused else sizes_of(name, args, kwargs)
         if sizes is None:
             return func(*args, **kwargs)
