@@ -95,10 +95,10 @@ def _compare(group: Any, kind: str, heads: int, kv_heads: int, p: int) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_calls_that_the_example_lacks(kind):
-    proven: dict[str, str] = {}
+    proven: dict[str, Any] = {}
     plan_again = guard.plan_again
 
-    def once(plan: Any, structure: nn.Module, example: Any, apply: Any) -> str:
+    def once(plan: Any, structure: nn.Module, example: Any, apply: Any) -> Any:
         """Proves a call on the first of the simulated ranks alone: the others would have the same."""
         key = repr((example, structure.training, torch.is_grad_enabled()))
         if key not in proven:

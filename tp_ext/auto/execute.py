@@ -18,12 +18,12 @@ from tp_ext.auto.guard import Guard, structure_of
 from tp_ext.auto.module_state import Baseline
 from tp_ext.auto.modules.block_functions import register_functions
 from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
+from tp_ext.auto.modules.call_edits import EndCall, GatherOutputs
 from tp_ext.auto.modules.direct_calls import convert_direct_calls, run_hooks_in_forward
 from tp_ext.auto.modules.hooks import (
     CopyArguments,
     CopyOutput,
     EnterParameters,
-    GatherOutput,
     LeaveParameters,
     SliceArgument,
     SumOutput,
@@ -74,8 +74,9 @@ def apply_quietly(
         with using_blocks(plan.invariant_blocks):
             _Applied(plan, model, parallel).apply()
         if structure is not None:
-            guard = Guard(plan, structure, apply_quietly, Baseline.of(model))
+            guard = Guard(plan, structure, apply_quietly, parallel, Baseline.of(model))
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
+            model.register_forward_hook(EndCall(), always_call=True)
             run_hooks_in_forward(model)
         if parallel.size > 1 and hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
@@ -372,8 +373,8 @@ class _Applied:
             model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes, plan.invariant_blocks))
         if plan.heads:
             model.register_forward_hook(FullLogits())
-        for gather in plan.gathers:
-            model.register_forward_hook(GatherOutput(gather.path, gather.sharding, group), with_kwargs=True)
+        if plan.gathers or plan.example is not None:  # a guard may find gathers of other calls
+            model.register_forward_hook(GatherOutputs(plan.gathers, group), with_kwargs=True)
         if self.tokens is not None:
             model.register_forward_hook(EndForward(self.tokens), always_call=True)
 

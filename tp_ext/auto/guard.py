@@ -36,21 +36,17 @@ from tp_ext.auto.module_state import (
     sentence,
     text_of,
 )
+from tp_ext.auto.modules.call_edits import CallEdits, begin_call
+from tp_ext.auto.plan_again import plan_again
 from tp_ext.auto.proof.copies import copied_model
-from tp_ext.auto.proof.prove_values import Apply, UnprovenError
-from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
-from tp_ext.auto.record.edits import Slice
+from tp_ext.auto.proof.prove_values import Apply
 from tp_ext.auto.record.flow import CallFlow, flow_of, is_number
 from tp_ext.auto.record.forwards import named_arguments
-from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import Arguments, arguments
-from tp_ext.auto.search.hints import PlanOptions
-from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
-from tp_ext.auto.search.reasons import traced
-from tp_ext.auto.search.rounds import Planner
 from tp_ext.auto.traced_calls import look_while_traced
+from tp_ext.group import ParallelGroup
 
 FEW_RECORDS = 4  # flows of one kind of call, each for its own lengths and numbers, before symbols stand for these
 MAX_SEEN = 10_000
@@ -116,11 +112,13 @@ def _kind(value: Any, values: list[Any], opaque: list[str], lengths: bool = True
 
 @dataclass
 class Known:
-    """A call that is proven: the kinds and state with the numbers of which its flow was recorded."""
+    """A call that is proven: the kinds and state with the numbers of which its flow was recorded, and what it does
+    otherwise than the example at the boundaries of the model."""
 
     sizes: str
     fixed: Any
     with_gradients: bool
+    edits: CallEdits | None = None
 
 
 @dataclass
@@ -129,19 +127,21 @@ class Guard:
 
     Attributes:
         structure: the unsharded model without weights. apply: carries a plan out. base: the state of the sharded model
-            as the plan was applied. seen: calls that are proven. flows: what they call, by digests. regions: tests of
-            other lengths and numbers with which the calls of a kind have the same flow. records: how many flows of a
-            kind have been recorded. modes: those of the modules in which the example's is known. ignored: attributes
-            that forward itself sets before it reads them; None: not looked for yet. watches: of each copy of the model.
+            as the plan was applied. seen: calls that are proven, with what they do otherwise than the example at the
+            boundaries of the model. flows: what they call, by digests. regions: tests of other lengths and numbers with
+            which the calls of a kind have the same flow. records: how many flows of a kind have been recorded. modes:
+            those of the modules in which the example's is known. ignored: attributes that forward itself sets before it
+            reads them; None: not looked for yet. watches: of each copy of the model.
     """
 
     plan: Plan
     structure: nn.Module
     apply: Apply
+    group: ParallelGroup
     base: Baseline
-    seen: set[Any] = field(default_factory=set)
+    seen: dict[Any, CallEdits | None] = field(default_factory=dict)
     flows: dict[Any, list[Known]] = field(default_factory=dict)
-    regions: dict[Any, list[Callable[[Sequence[Any]], bool]]] = field(default_factory=dict)
+    regions: dict[Any, list[tuple[Callable[[Sequence[Any]], bool], CallEdits | None]]] = field(default_factory=dict)
     records: collections.Counter[Any] = field(default_factory=collections.Counter)
     modes: set[tuple[bool, ...]] = field(default_factory=set)
     ignored: set[Path] | None = None
@@ -158,15 +158,27 @@ class Guard:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({**state, "watches": weakref.WeakKeyDictionary()})
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             look_while_traced(self, module, args, kwargs)
-        else:
-            self.look(module, args, kwargs)
+            return None
+        return begin_call(module, self.look(module, args, kwargs), args, kwargs, self.group)
+
+    def look_at_trace(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Looks at a call that a compiler traces.
+
+        Raises:
+            RuntimeError: as :meth:`look`; or it does otherwise than the example at the boundaries of the model.
+        """
+        if self.look(module, args, kwargs) is not None:
+            raise RuntimeError(
+                "model: the results of this call have other sharded dims than those of the plan's example, for which a "
+                "compiled model has no hooks: plan with such a call, or compile the blocks alone"
+            )
 
     @torch.compiler.disable  # where the hooks of a compiled model are no part of its graph
-    def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Looks whether a call is proven; if not, proves it.
+    def look(self, module: nn.Module, args: Any, kwargs: Any) -> CallEdits | None:
+        """Looks whether a call is proven; if not, proves it. Returns what it does otherwise than the example.
 
         Raises:
             RuntimeError: its numbers could be wrong.
@@ -182,12 +194,14 @@ class Guard:
         if call not in self.seen:
             # What cannot be left out of a run on fakes has no run of its own
             known = {name: value for name, value in given.items() if name not in opaque}
+            edits = None
             if not opaque or named is not None:
                 example = known if named is not None else Arguments(args, kwargs) if kwargs else args
-                self.look_at(module, call, changes, example, bool(opaque))
+                edits = self.look_at(module, call, changes, example, bool(opaque))
             if len(self.seen) >= MAX_SEEN:
                 self.seen.clear()
-            self.seen.add(call)
+            self.seen[call] = edits
+        return self.seen[call]
 
     def changes(self, module: nn.Module) -> dict[Path, str]:
         """The changes of a model's state since its plan was applied."""
@@ -240,16 +254,20 @@ class Guard:
                 holder[key] = value
         return {path for path, place in found.items() if is_unread or not place.key}
 
-    def look_at(self, module: nn.Module, call: Any, changes: dict[Path, str], example: Any, in_part: bool) -> None:
-        """Records the flow of a call that is new, and proves it unless it is that of a proven one.
+    def look_at(
+        self, module: nn.Module, call: Any, changes: dict[Path, str], example: Any, in_part: bool
+    ) -> CallEdits | None:
+        """Records the flow of a call that is new, and proves it unless it is that of a proven one; returns what it does
+        otherwise than the example.
 
         Raises:
             RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
         """
         kinds, values, mode, state = call
         group = kinds, mode, state
-        if any(holds(values) for holds in self.regions.get(group, ())):
-            return
+        for holds, edits in self.regions.get(group, ()):
+            if holds(values):
+                return edits
         self.refuse_replaced(changes)
         self.convert_as(module)
         example = _on_meta(example)
@@ -263,17 +281,20 @@ class Guard:
                 flow = flow_of(self.structure, example)
             except Exception:  # of any type: of the model's code, on which the proof has a sentence
                 if in_part:
-                    return
+                    return None
                 flow = None
             fixed = kinds, values_without_lengths(example), state
-            if flow is None or not self.is_known(flow, hidden, fixed):
-                self.prove(example, changes)
+            known = None if flow is None else self.known(flow, hidden, fixed)
+            edits = self.prove(example, changes) if known is None else known.edits
             if flow is None:
-                return
-            self.flows.setdefault((flow.calls, hidden), []).append(Known(flow.sizes, fixed, torch.is_grad_enabled()))
+                return edits
+            proven = Known(flow.sizes, fixed, torch.is_grad_enabled(), edits)
+            self.flows.setdefault((flow.calls, hidden), []).append(proven)
             self.records[group] += 1
             if self.records[group] > FEW_RECORDS and not in_part:
-                self.regions.setdefault(group, []).extend(region_of(self.structure, example, flow))
+                regions = [(holds, edits) for holds in region_of(self.structure, example, flow)]
+                self.regions.setdefault(group, []).extend(regions)
+            return edits
 
     def refuse_replaced(self, changes: dict[Path, str]) -> None:
         """Raises RuntimeError if a module has been replaced that had shards, hooks or integers of the plan."""
@@ -303,13 +324,14 @@ class Guard:
         fixed = kinds, values_without_lengths(example if named is None else named), ()
         self.flows.setdefault((flow.calls, ()), []).append(Known(flow.sizes, fixed, with_gradients=True))
 
-    def is_known(self, flow: CallFlow, hidden: Any, fixed: Any) -> bool:
-        """True if a flow is that of a proven call: with the same integers, or with others since only lengths differ."""
-        known = self.flows.get((flow.calls, hidden), ())
+    def known(self, flow: CallFlow, hidden: Any, fixed: Any) -> Known | None:
+        """Returns the proven call whose flow is this: with the same integers, or with others since only lengths
+        differ."""
         with_gradients = torch.is_grad_enabled()
-        return any(
-            (k.sizes == flow.sizes or k.fixed == fixed) and (k.with_gradients or not with_gradients) for k in known
-        )
+        for known in self.flows.get((flow.calls, hidden), ()):
+            if (known.sizes == flow.sizes or known.fixed == fixed) and (known.with_gradients or not with_gradients):
+                return known
+        return None
 
     def convert_as(self, module: nn.Module) -> None:
         """Gives the structure the types that the parameters and buffers of the sharded model have by now."""
@@ -334,8 +356,8 @@ class Guard:
                     f"{name} requires a gradient"
                 )
 
-    def prove(self, example: Any, changes: dict[Path, str]) -> None:
-        """Plans the structure with these arguments, and compares.
+    def prove(self, example: Any, changes: dict[Path, str]) -> CallEdits | None:
+        """Plans the structure with these arguments, and compares; returns what the call does otherwise.
 
         Raises:
             RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
@@ -345,11 +367,9 @@ class Guard:
         if changes:
             advice = f"{sentence(changes)}: plan it so"
         try:
-            problem = plan_again(self.plan, self.structure, example, self.apply)
+            return plan_again(self.plan, self.structure, example, self.apply)
         except ValueError as error:
-            problem = str(error)
-        if problem:
-            raise RuntimeError(f"model: {advice}; {problem}")
+            raise RuntimeError(f"model: {advice}; {error}") from error
 
 
 # A compiler that traces the model traces its guard with it. One that begins with the guard would not look again where
@@ -381,64 +401,3 @@ def _on_meta(example: Any) -> Any:
     return tree_map(
         lambda x: x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, example
     )
-
-
-def _by_name(structure: nn.Module, edit: Any) -> Any:
-    """An edit of an argument of the model by its name: this call's example has names where the plan's may have none."""
-    of_argument = isinstance(edit, Slice) or "argument" in (getattr(edit, "kind", ""), getattr(edit, "at", ""))
-    if edit.module or not of_argument or edit.path[0]:
-        return edit
-    names = argument_names(structure)
-    number = edit.path[1]
-    return dataclasses.replace(edit, path=(1, names[number], *edit.path[2:])) if number < len(names) else edit
-
-
-def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> str:
-    """Plans an unsharded model again, with another example; returns how that differs from a plan, or ""."""
-    rules = {name: from_notation(line) for name, line in plan.rules.items()}
-    record = traced(structure, example, rules)
-    # The shards exist: what the new plan may decide is only whether the same shards serve this call, too
-    only = {name: sharding.dim for name, sharding in plan.shardings.items()}
-    options = PlanOptions(
-        sequence_parallel=bool(plan.tokens),
-        invariant_blocks=plan.invariant_blocks,
-        only=only,
-        local=[local_of(plan.patches, plan.sizes, rank) for rank in range(plan.p)],
-    )
-    planner = Planner(structure, example, plan.p, record, options)
-    again = planner.decide()
-    called = {call.module for call in record.calls}
-    used = {id(t) for step in record.steps for t in step.inputs}
-    # Logits have their full shape for any code, and are gathered where it needs that: a head that this code would
-    # leave whole may stay sharded, with the sums of its input's gradient
-    heads = {f"{head}.{attribute}" for head in plan.heads for attribute in ("weight", "bias")}
-    heads |= {name for names in plan.tied if heads.intersection(names) for name in names}
-    whole_heads = False
-    for id_, (name, _) in record.parameters.items():
-        if id_ not in used or again.shardings.get(name) == plan.shardings.get(name):
-            continue
-        if name not in heads or name in again.shardings:
-            return f"{name} cannot be sharded then: {again.whole.get(name, 'it is sharded in another way')}"
-        whole_heads = True
-    gradients = ("copies",) if torch.is_grad_enabled() else ()
-    # Of modules that this call runs: what it does not run cannot be wrong in it. A head that stays sharded may have
-    # sums more than the new plan has, none less
-    for kind in (*gradients, "sums", "slices", "tokens"):
-        edits, edits_now = ({_by_name(structure, edit) for edit in getattr(of, kind)} for of in (plan, again))
-        changed = {edit for edit in (edits_now - edits if whole_heads else edits ^ edits_now) if edit.module in called}
-        if changed:
-            return f"it communicates elsewhere then, in {next(iter(changed)).module or 'the model'}"
-    # The integers of a rank are set in the modules, for all calls of them
-    for module in called:
-        if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
-            return f"{module or 'the model'} reads other integers then"
-    # Hooks of the model gather its results in every call
-    if again.gathers != plan.gathers or not {*again.heads} <= {*plan.heads}:
-        return "it has other results with a sharded dim then"
-    try:
-        prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" and plan.p > 1 else None
-        differences = prover.differences(again) if prover is not None else {}
-    except UnprovenError:
-        # The shapes of this call are proven. Its values cannot be on this machine, which is no fault of the call
-        return ""
-    return next(iter(differences.values()), "")

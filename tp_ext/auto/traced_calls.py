@@ -43,7 +43,7 @@ def _hint(number: Any) -> Any:
 
 
 def look_while_traced(guard: Any, module: Any, args: Any, kwargs: Any) -> None:
-    """Lets a guard look at a call, with ``guard.look``."""
+    """Lets a guard look at a call, with ``guard.look_at_trace``."""
     comptime(_look)
 
 
@@ -60,7 +60,7 @@ def _look(context: ComptimeContext) -> None:
         try:
             # The compiler waits, and cannot compile what runs here
             with torch.set_grad_enabled(with_gradients), torch.compiler.set_stance("force_eager"):
-                guard.value.look(*call)
+                guard.value.look_at_trace(*call)
         except BaseException as error:  # raised in the thread that compiles
             raised.append(error)
 

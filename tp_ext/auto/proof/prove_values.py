@@ -318,11 +318,20 @@ class Run:
         return run_model(model.train(self.training), self.call, self.backward, full_logits, self.input_gradients)
 
 
-def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torch.dtype | None, apply: Apply) -> None:
+def prove(
+    reduced: nn.Module,
+    plan: Plan,
+    whole: Plan,
+    example: Any,
+    dtype: torch.dtype | None,
+    apply: Apply,
+    gradients: bool = True,
+) -> None:
     """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
 
     Args:
         whole: the plan of one rank, whose draws are those of every number of ranks.
+        gradients: whether it may run with gradients.
 
     Raises:
         DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
@@ -339,7 +348,7 @@ def prove(reduced: nn.Module, plan: Plan, whole: Plan, example: Any, dtype: torc
     with torch.random.fork_rng(devices=[]), _no_garbage():
         notes = Notes(places_of(reduced))
         notes.empty_caches()
-        accepted, wanted = _reference(reduced, whole, list(examples(example, dtype)), apply)
+        accepted, wanted = _reference(reduced, whole, list(examples(example, dtype)), apply, gradients)
         # Ranks are processes: what the code keeps outside of the model is not what another rank has computed
         shared = notes.changed()
         notes.put_back()
@@ -370,7 +379,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _reference(
-    reduced: nn.Module, whole: Plan, calls: list[tuple[str, Any]], apply: Apply
+    reduced: nn.Module, whole: Plan, calls: list[tuple[str, Any]], apply: Apply, gradients: bool
 ) -> tuple[list[Run], list[RunResults]]:
     """Runs the unsharded model in all modes; returns the runs that it accepts, and their results.
 
@@ -378,7 +387,7 @@ def _reference(
         UnprovenError: it accepts no run of training, or none of its example. DifferentValuesError: it does without the
             layers and masks of ``whole``.
     """
-    modes = [(training, backward) for training in (True, False) for backward in (True, False)]
+    modes = [(training, backward) for training in (True, False) for backward in (True, False)[not gradients :]]
     runs = [Run(call, *mode) for _, call in calls for mode in modes]
     try:
         return _accepted(reduced, runs, calls[0][1], lambda model, group: apply(whole, model, group))
@@ -410,7 +419,13 @@ def _accepted(
                 return results, error
         return results, None
 
-    while any(run.training and run.backward for run in runs) and any(run.call is example for run in runs):
+    with_gradients = any(run.backward for run in runs)
+
+    def is_enough() -> bool:
+        trains = any(run.training and run.backward == with_gradients for run in runs)
+        return trains and any(run.call is example for run in runs)
+
+    while is_enough():
         try:
             results, error = simulate(run_all, 1)[0]
         except RuntimeError as refused:  # by `prepare`

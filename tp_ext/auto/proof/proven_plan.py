@@ -60,11 +60,20 @@ class Prover:
         planner_of: makes planners of parts of the model.
         budget: bytes of parameters with which the model may be run.
         apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
+        gradients: whether the model may run with gradients.
     """
 
     def __init__(
-        self, model: nn.Module, example: Any, plan: Plan, planner_of: PlannerOf, budget: float, apply: Apply
+        self,
+        model: nn.Module,
+        example: Any,
+        plan: Plan,
+        planner_of: PlannerOf,
+        budget: float,
+        apply: Apply,
+        gradients: bool = True,
     ) -> None:
+        self.gradients = gradients
         self.planner_of, self.apply = planner_of, apply
         self.p, self.reduced, self.example = self._reduced(model, example, plan, budget)
         # Grouped products of torch exist for some types only: None leaves those of the model
@@ -179,7 +188,7 @@ class Prover:
             try:
                 running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
                 filled(running, dtype)
-                prove(running, plan, whole, self.example, dtype, self.apply)
+                prove(running, plan, whole, self.example, dtype, self.apply, self.gradients)
                 return ""
             except DifferentValuesError as error:
                 return str(error)
@@ -196,7 +205,7 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
     def planner_of(
         model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
     ) -> Planner:
-        record = traced(model, example, rules)
+        record = traced(model, example, rules, planner.record.shares_inputs)
         tokens = POSSIBLE if planner.proves_tokens else False
         options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only, local=planner.given)
         part = Planner(model, example, p, record, options)
@@ -204,7 +213,9 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
         part.local = planner.local and planner.local.of(part.modules)  # tried first: equal code has equal integers
         return part
 
-    return Prover(planner.model, planner.example, plan, planner_of, budget, apply)
+    # The gradient of an input that is sliced is that of its slice: such a call runs without
+    gradients = not planner.record.shares_inputs
+    return Prover(planner.model, planner.example, plan, planner_of, budget, apply, gradients)
 
 
 def alone(planner: Planner) -> Plan:

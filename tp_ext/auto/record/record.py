@@ -109,6 +109,7 @@ class Record:
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.buffers: dict[int, tuple[str, Tensor]] = {}
         self.inputs: list[tuple[LeafPath, Tensor]] = []
+        self.shares_inputs = False  # dims of those of floating-point numbers may be sharded
         self.differentiable: set[int] = set()
         self.from_inputs: set[int] = set()  # those that have a gradient if the inputs have
         self.python_calls: list[tuple[str, str, list[Tensor]]] = []

@@ -133,9 +133,11 @@ class _Calls(TorchFunctionMode):
         if is_of_fakes(sys._getframe(1)):
             return func(*args, **kwargs)
         whole = WHOLE_CALLS.get(func)
-        if not record.paused and not record.is_examined and (
-            answer := of_call(record, func, by_place(func, args, kwargs)[0])
-        ) is not None:
+        if (
+            not record.paused
+            and not record.is_examined
+            and (answer := of_call(record, func, by_place(func, args, kwargs)[0])) is not None
+        ):
             return answer
         record.function = func
         if record.paused or record.is_examined or whole is None:
@@ -237,6 +239,7 @@ def trace(
     mode: TorchFunctionMode | None = None,
     change: Change | None = None,
     fakes: FakeTensorMode | None = None,
+    shares_inputs: bool = False,
 ) -> Record:
     """Runs a model once on fakes and returns the record.
 
@@ -247,6 +250,7 @@ def trace(
         mode: sees the calls from Python before they are recorded, and may change them.
         change: of the numbers that code reads of parameters and buffers.
         fakes: the mode of the tensors of the example, where their lengths are symbols.
+        shares_inputs: floating-point inputs may be sliced, as a cache is that a sharded model has returned whole.
     """
     record = Record() if record is None else record
     # Code may hold tensors that are no parameters or buffers, such as a table in a closure
@@ -296,8 +300,9 @@ def trace(
     record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
     record.differentiable |= {id(fakes_by_id[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
     # Every rank gets the whole inputs
+    record.shares_inputs = shares_inputs
     for path, tensor in record.inputs:
-        for dim in record.dims_of(tensor):
+        for dim in record.dims_of(tensor) if not shares_inputs or id(tensor) not in record.from_inputs else ():
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
     # Of either kind the mode entered last sees a call first: `mode` before _Calls, _OperatorRules before the fakes
     modes: list[Any] = [

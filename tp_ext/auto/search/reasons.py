@@ -130,15 +130,15 @@ def _product(slowest: list[Major]) -> str:
     return f"{len(texts)} parts of {texts[0]}"
 
 
-def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule]) -> Record:
-    """Returns the record of a model.
+def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule], shares_inputs: bool = False) -> Record:
+    """Returns the record of a model, as :func:`~tp_ext.auto.record.trace.trace`.
 
     Raises:
         ValueError: its forward branches on values of tensors, or fails.
     """
     record = Record()
     try:
-        trace(model, example, rules=rules, record=record)
+        trace(model, example, rules=rules, record=record, shares_inputs=shares_inputs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
         raise ValueError(

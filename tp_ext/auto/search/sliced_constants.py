@@ -73,7 +73,7 @@ class Constants:
             boundaries = (
                 (c, path)
                 for c, path in self.calls_with.get(id(source), ())
-                if c.start <= step.place < c.stop and c.module
+                if c.start <= step.place < c.stop and (c.module or self.record.shares_inputs)
             )
             entered = next(boundaries, None)
             maker = self.record.maker.get(id(source))
