@@ -53,7 +53,10 @@ class GatherOutputs:
 
     gathers: list[Gather]
     group: ParallelGroup
-    is_needed_in_stages = True
+
+    @property
+    def is_needed_in_stages(self) -> bool:
+        return bool(self.gathers)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         edits, _ = module.__dict__.get(CALL, (None, ()))
