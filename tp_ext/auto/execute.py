@@ -19,6 +19,7 @@ from tp_ext.auto.module_state import Baseline
 from tp_ext.auto.modules.block_functions import register_functions
 from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
 from tp_ext.auto.modules.call_edits import EndCall, GatherOutputs
+from tp_ext.auto.modules.copied import HOOKS, before_edits, keep_edits
 from tp_ext.auto.modules.direct_calls import convert_direct_calls, run_hooks_in_forward
 from tp_ext.auto.modules.hooks import (
     CopyArguments,
@@ -54,9 +55,6 @@ from tp_ext.model.layouts import declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout
 
-HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-         "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")  # fmt: skip
-
 
 def apply_quietly(
     plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None
@@ -69,6 +67,7 @@ def apply_quietly(
     _compare_over_group(plan, model, group)
     # A copy of the full weights, which the model does not have after it is sharded
     reference = reference_of(plan, model) if verify else None
+    before = before_edits(model)
     if parallel.size > 1 or plan.invariant_blocks is not None:
         structure = structure_of(model) if plan.shardings and plan.example is not None else None
         with using_blocks(plan.invariant_blocks):
@@ -83,6 +82,7 @@ def apply_quietly(
     else:
         _Applied(plan, model, parallel).apply_alone()
     model.tp_ext_plan = plan  # type: ignore[assignment]
+    keep_edits(model, before)
     if reference is not None:
         compare_with(model, reference, example, group)
     return model

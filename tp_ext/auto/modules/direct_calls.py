@@ -195,7 +195,7 @@ class DirectlyCalled(nn.Module):
 
 
 @functools.cache
-def _with_direct_calls(cls: type[nn.Module]) -> type[nn.Module]:
+def with_direct_calls(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a module's class with a forward that converts; one for each class."""
 
     @functools.wraps(cls.forward)
@@ -208,7 +208,7 @@ def _with_direct_calls(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _empty(make: Callable[[Any], nn.Module], cls: type[nn.Module]) -> nn.Module:
     module = make(cls)
-    module.__class__ = _with_direct_calls(type(module))  # type: ignore[arg-type]
+    module.__class__ = with_direct_calls(type(module))  # type: ignore[arg-type]
     return module
 
 
@@ -327,7 +327,7 @@ def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGrou
 
 
 def _convert(module: nn.Module, call: CallOfModule) -> None:
-    module.__class__ = _with_direct_calls(type(module))  # type: ignore[arg-type]
+    module.__class__ = with_direct_calls(type(module))  # type: ignore[arg-type]
     module.tp_call = call  # type: ignore[assignment]
 
 

@@ -129,7 +129,7 @@ class RowConv1D(nn.Module):
         return _ops.row_parallel_linear(x, self.weight.t(), bias, name, False, None, None, 1, True)
 
 
-class _RowsOfTable(nn.Module):
+class RowsOfTable(nn.Module):
     """A table whose rows are sharded.
 
     Never constructed: it becomes a base of an existing table's class, below what that class adds.
@@ -156,7 +156,7 @@ class _RowsOfTable(nn.Module):
         return make, (base,), self.__getstate__()
 
 
-class VocabLookup(_RowsOfTable, nn.Embedding):
+class VocabLookup(RowsOfTable, nn.Embedding):
     """The look-up of an embedding whose rows are sharded: zeros for rows of other ranks, then one all-reduce."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class VocabLookup(_RowsOfTable, nn.Embedding):
         return y if sizes is None else _ops.reduce_scatter_region(y, self.tp_group.name, self.tp_tokens_dim, sizes)
 
 
-class VocabBag(_RowsOfTable, nn.EmbeddingBag):
+class VocabBag(RowsOfTable, nn.EmbeddingBag):
     """Sums or means of bags of rows of a table whose rows are sharded: those of this rank's rows, then one all-reduce.
 
     Shapes: input ``[bags, n]`` or ``[n]`` with offsets, per_sample_weights as input -> ``[bags, embedding_dim]``, or
@@ -219,12 +219,12 @@ class VocabBag(_RowsOfTable, nn.EmbeddingBag):
         return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=last)
 
 
-LOOKUPS: dict[type[nn.Module], type[_RowsOfTable]] = {nn.Embedding: VocabLookup, nn.EmbeddingBag: VocabBag}
+LOOKUPS: dict[type[nn.Module], type[RowsOfTable]] = {nn.Embedding: VocabLookup, nn.EmbeddingBag: VocabBag}
 TABLES: dict[type[nn.Module], type[nn.Module]] = {lookup: table for table, lookup in LOOKUPS.items()}
 
 
 @functools.cache
-def _with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
+def with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a table's class with the look-up of shards below it; one for each class."""
     lookup = next(LOOKUPS[table] for table in LOOKUPS if issubclass(cls, table))
     base = (lookup,) if cls in LOOKUPS else (cls, lookup)
@@ -233,7 +233,7 @@ def _with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
 
 def empty_of(cls: type[nn.Module]) -> tuple[Callable[[Any], nn.Module], type[nn.Module]]:
     """A function and its argument, both known by name, that give a module of a class without its state."""
-    return (_empty, cls.__bases__[0]) if issubclass(cls, _RowsOfTable) else (_new, cls)
+    return (_empty, cls.__bases__[0]) if issubclass(cls, RowsOfTable) else (_new, cls)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:
@@ -241,14 +241,14 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 
 
 def _empty(base: type[nn.Module]) -> nn.Module:
-    cls = _with_lookup(TABLES.get(base, base))  # type: ignore[arg-type]
+    cls = with_lookup(TABLES.get(base, base))  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
 def shard_embedding(module: nn.Module, sharding: Sharding, group: ParallelGroup) -> None:
     """Makes an embedding, whose weight is a shard already, look up rows of the full table."""
     (rows,) = sharding.slices(group.rank, group.size)
-    module.__class__ = _with_lookup(type(module))  # type: ignore[arg-type]
+    module.__class__ = with_lookup(type(module))  # type: ignore[arg-type]
     module.tp_group = group  # type: ignore[assignment]
     module.first_row, module.local_rows = rows.start, rows.stop - rows.start
 
