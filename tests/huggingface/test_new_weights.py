@@ -117,3 +117,30 @@ def test_integers_and_pickles_are_refused(tmp_path):
         path = _folder(tmp_path / kind, "llama", "")
         damage(path)
         run_raises(_load, 2, error, match, path)
+
+
+class Tagged(transformers.LlamaForSequenceClassification):
+    """A model whose constructor and initialisation say which weights do not decay, as Mamba's do."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for name, param in self.named_parameters():
+            param.tag = name
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        for param in module.parameters(recurse=False):
+            param._no_weight_decay = True
+
+
+def _tags(group, path):
+    model = huggingface.from_pretrained(path, group=group, model_class=Tagged, num_labels=1)
+    sharded = sum(layout != () for _, layout in tp_ext.layouts(model))
+    named = dict(model.named_parameters())
+    return sharded, all(param.tag == name for name, param in named.items()), named["score.weight"]._no_weight_decay
+
+
+def test_attributes_that_a_model_puts_on_its_parameters(tmp_path):
+    path = _folder(tmp_path / "model", "llama", "")
+    for sharded, *tagged in run(_tags, 2, path):
+        assert sharded > 4 and tagged == [True, True]

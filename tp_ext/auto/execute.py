@@ -51,7 +51,7 @@ from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
-from tp_ext.model.layouts import declare_layouts, layouts_of
+from tp_ext.model.layouts import carry_attributes, declare_layouts, hooks_of, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout
 
@@ -95,11 +95,15 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 def _misfit(plan: Plan, model: nn.Module) -> str:
     """Returns the difference between the parameters and those of the planned model, in a sentence."""
-    shapes = {name: tuple(t.shape) for name, t in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(t.shape) for name, t in parameters.items()}
     for name, shape in plan.shapes.items():
         if shapes.get(name) != shape:
             actual = f"has shape {shapes[name]}" if name in shapes else "is missing"
             return f"{name} {actual} and must have {shape}, as in the plan"
+    for name in plan.shardings if plan.p > 1 else ():
+        if name in parameters and (problem := hooks_of(parameters[name])):
+            return f"{name} {problem}"
     unplanned = sorted(set(shapes) - set(plan.shapes))
     return f"{unplanned[0]} is no parameter of the planned model" if unplanned else ""
 
@@ -324,12 +328,16 @@ class _Applied:
             return  # of a layer that has been replaced
         if id(full) not in self.new:
             alone = self.group.size == 1  # with the parameter that it is: an optimizer may know it
-            shard = full if alone else sharding.shard(full.detach(), self.group.rank, self.group.size)
-            self.new[id(full)] = full if alone else nn.Parameter(shard, requires_grad=full.requires_grad)
+            self.new[id(full)] = full if alone else self.sharded(full, Layout((sharding, self.group)))
         module._parameters[attribute] = self.new[id(full)]
         declare_layouts(module, {attribute: Layout((sharding, self.group))})
         if any(part.copies > 1 for part in sharding.parts):
             self.entered_copied.setdefault(owner, []).append(attribute)
+
+    def sharded(self, full: nn.Parameter, layout: Layout) -> nn.Parameter:
+        shard = nn.Parameter(layout.shard(full.detach()), requires_grad=full.requires_grad)
+        carry_attributes(shard, full, layout)
+        return shard
 
     def shard_buffers(self) -> None:
         buffers = dict(self.model.named_buffers())

@@ -58,7 +58,8 @@ def structure_of(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for tensor in module._parameters.values():
             if tensor is not None:
-                memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = new = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+                new.__dict__.update(tensor.__dict__)
         memo.update((id(buffer), buffer) for buffer in module._buffers.values() if buffer is not None)
     return copied_model(model, memo)
 

@@ -60,14 +60,16 @@ def compute(
         module, real = model.get_submodule(owner), torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             on_meta.append((module, attribute, tensor))
-            module._parameters[attribute] = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            module._parameters[attribute] = drawn = nn.Parameter(real, requires_grad=tensor.requires_grad)
+            drawn.__dict__.update(tensor.__dict__)
             whole[name] = real
         else:
             module._buffers[attribute] = real
     with torch.device(device), drawing_from(states, device):
         model.initialize_weights()
     for module, attribute, parameter in on_meta:
-        # On meta again: the plan shards the parameter, of which only shards get memory
+        # On meta again: the plan shards the parameter, of which only shards get memory. Models tag what they draw
+        parameter.__dict__.update(vars(module._parameters[attribute]))
         module._parameters[attribute] = parameter
     return whole
 
@@ -81,6 +83,7 @@ def allocate(model: nn.Module, device: torch.device, later: Collection[int] = ()
             new = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                new.__dict__.update(tensor.__dict__)
             real_by_id[id(tensor)] = new
         return real_by_id[id(tensor)]
 

@@ -1,15 +1,19 @@
 """The table of layouts of a module: local parameter name -> :class:`Layout`."""
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tp_ext.group import ParallelGroup
 from tp_ext.model.carriers import Carriers
 from tp_ext.sharding import Layout, Sharding
+
+MIRRORED = "tp_layout", "tp_sharding"
+"""Attributes of parameters that mirror the layouts of their module."""
 
 
 class ShardingView(MutableMapping[str, Sharding | None]):
@@ -72,6 +76,36 @@ def mirror_layouts(module: nn.Module) -> None:
         if param is not None:
             param.tp_layout = layout  # type: ignore[attr-defined]
             param.tp_sharding = layout[0][0] if layout else None  # type: ignore[attr-defined]
+
+
+def carry_attributes(new: Tensor, old: Tensor, layout: Layout) -> None:
+    """Gives a shard the attributes that users have put on the full parameter, such as tags for groups of an optimizer,
+    and its gradient. Tensors of the shape of the full parameter are sharded as it is."""
+    values = {name: value for name, value in old.__dict__.items() if name not in MIRRORED}
+    for name, value in values.items():
+        is_elementwise = isinstance(value, Tensor) and value.shape == old.shape
+        new.__dict__[name] = layout.shard(value) if is_elementwise else value
+    if old.is_leaf and old.grad is not None:
+        new.grad = layout.shard(old.grad).clone()
+
+
+@contextlib.contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Gives the parameters that a model has afterwards the attributes that users have put on those of these names;
+    ``to_empty`` and FSDP2 make new ones. Tensors are left out, which may have the former shape."""
+    attributes = {name: dict(param.__dict__) for name, param in model.named_parameters()}
+    yield
+    for name, param in model.named_parameters():
+        for attribute, value in attributes.get(name, {}).items():
+            if not isinstance(value, Tensor) and attribute not in MIRRORED:
+                param.__dict__.setdefault(attribute, value)
+
+
+def hooks_of(param: Tensor) -> str:
+    """Returns why hooks of users on the gradient of a parameter cannot be those of a shard; "": it has none."""
+    if not (param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)):
+        return ""
+    return "has hooks on its gradient, which would get that of a shard; register them after it is sharded"
 
 
 def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:

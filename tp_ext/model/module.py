@@ -15,7 +15,7 @@ from tp_ext.group import Group, ParallelGroup, check_place, layer_group, paralle
 from tp_ext.invariance import block_sizes, check_ranks, current_blocks, refuse_in_blocks
 from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
-from tp_ext.model.layouts import ShardingView, mirror_layouts
+from tp_ext.model.layouts import ShardingView, carry_attributes, hooks_of, mirror_layouts
 from tp_ext.random import Init, initialise_
 from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
 
@@ -217,12 +217,19 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def copy_shards(self, dense: nn.Module) -> None:
-        """Copies this rank's shard and ``requires_grad`` of each parameter of ``dense``, which has the full parameters
-        under the same names."""
+        """Copies this rank's shard, ``requires_grad`` and the attributes of each parameter of ``dense``, which has the
+        full parameters under the same names.
+
+        Raises:
+            ValueError: one has hooks on its gradient.
+        """
         for name, full in dense.named_parameters():
+            if problem := hooks_of(full):
+                raise ValueError(f"{name}: {problem}")
             local = getattr(self, name)
             local.copy_(self.tp_layouts[name].shard(full))
             local.requires_grad_(full.requires_grad)
+            carry_attributes(local, full, self.tp_layouts[name])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Parameters may be new ones, without the attributes of the old ones

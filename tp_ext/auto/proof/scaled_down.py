@@ -155,6 +155,7 @@ def _shrink(model: nn.Module, shapes: Mapping[str, _SmallerShape]) -> None:
         if id(old) not in smaller_by_id:
             new = torch.empty(shape.shape, dtype=old.dtype, device="meta")
             smaller_by_id[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
+            smaller_by_id[id(old)][1].__dict__.update(old.__dict__)
         module._parameters[attribute] = smaller_by_id[id(old)][1]
     for module in model.modules():
         weight = module._parameters.get("weight")

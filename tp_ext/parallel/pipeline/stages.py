@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
+from tp_ext.model.layouts import kept_attributes
 from tp_ext.model.names import name_joined, reset_parameters
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
 from tp_ext.parallel.pipeline.parts import parts_of, watch_reads
@@ -258,6 +259,18 @@ def materialise(
     Raises:
         ValueError: see :func:`_check_meta`.
     """
+    with kept_attributes(stage):
+        _materialise(stage, device, init, blocks, options, experts)
+
+
+def _materialise(
+    stage: nn.Module,
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+    blocks: Sequence[nn.Module],
+    options: Mapping[str, Any],
+    experts: Iterable[nn.Module],
+) -> None:
     if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
         stage.to(device)
         if options:
