@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._dynamo.eval_frame import skip_code
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tp_ext.auto.module_state import (
@@ -163,7 +165,18 @@ class Guard:
         if torch.compiler.is_compiling():
             look_while_traced(self, module, args, kwargs)
             return None
-        return begin_call(module, self.look(module, args, kwargs), args, kwargs, self.group)
+        stack = get_interpreter_stack()
+        if not stack:
+            edits = self.look(module, args, kwargs)
+        elif any(interpreter.key() == TransformType.Grad for interpreter in stack):
+            raise RuntimeError(
+                "model: is sharded by tp_ext.auto, and torch.func's grad, vjp, jacrev and hessian cannot go through "
+                "it: take torch.autograd.grad or torch.autograd.functional; vmap, jvp and jacfwd can"
+            )
+        else:  # a proof would be a part of the transform
+            with temporarily_clear_interpreter_stack():
+                edits = self.look(module, args, kwargs)
+        return begin_call(module, edits, args, kwargs, self.group)
 
     def look_at_trace(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Looks at a call that a compiler traces.
@@ -399,6 +412,11 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def _on_meta(example: Any) -> Any:
-    return tree_map(
-        lambda x: x.detach().to("meta").requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, example
-    )
+    """By their shapes alone: what a transform of torch.func has wrapped must not enter the structure."""
+
+    def meta(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    return tree_map(meta, example)
