@@ -13,6 +13,7 @@ from tp_ext._checks import check_int
 from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.group import process_group
 from tp_ext.model.fused_paths import refuse_fused_paths
+from tp_ext.model.layouts import refuse_computed, refuse_wrapped
 from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.lora import LoRALinear
 from tp_ext.nn.low_bits import LowBits, QuantizedLinear
@@ -57,12 +58,13 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     Raises:
         TypeError: ``model`` is no module. ValueError, on all ranks of a group, nothing has changed then: no layer to
             convert; ``block`` is odd or does not divide; a weight of another dtype than fp32, bf16 or fp16, sharded by
-            FSDP2, or with a NaN or an Inf; a layer that is quantised or in float8 already, is on two axes, or was built
-            in :func:`tp_ext.tp_invariant`.
+            FSDP2, on meta, computed (``weight_norm``, pruning), or with a NaN or an Inf; DDP inside; a layer that is
+            quantised or in float8 already, is on two axes, or was built in :func:`tp_ext.tp_invariant`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
     check_low_bits(weights, block)
+    refuse_wrapped(model, "quantise")
     chosen = {name: layer for name, layer in linears(model).items() if filter is None or filter(name, layer)}
     parallel = [layer for layer in chosen.values() if isinstance(layer, ParallelLinear)]
     groups = dict.fromkeys(layer.tp_group for layer in parallel if layer.tp_group.size > 1)
@@ -153,8 +155,12 @@ def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
         raise ValueError(f"{what}: a layer that was converted to float8 must not be quantised")
     if isinstance(layer, ParallelLinear) and (layer.on_two_axes or layer.invariant_blocks is not None):
         raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
+    # A weight that is computed would be put back into its place, or its originals would have no effect any more
+    refuse_computed(name or "model", layer, "weight")
     weight = layer.weight
     assert isinstance(weight, Tensor)
+    if weight.is_meta:
+        raise ValueError(f"{what}: is on meta, and must have values; quantise after they are loaded")
     if isinstance(weight, DTensor):
         raise ValueError(f"{what}: a DTensor must not be quantised; quantise before FSDP2")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tp_ext.group import ParallelGroup
 from tp_ext.model.carriers import Carriers
@@ -99,6 +100,22 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
         for attribute, value in attributes.get(name, {}).items():
             if not isinstance(value, Tensor) and attribute not in MIRRORED:
                 param.__dict__.setdefault(attribute, value)
+
+
+def refuse_computed(where: str, module: nn.Module, *names: str) -> None:
+    """Raises a ValueError if a weight of a layer that is to be converted is none of its parameters."""
+    for name in names:
+        if name not in module._parameters and (name == "weight" or getattr(module, name, None) is not None):
+            raise ValueError(
+                f"{where}.{name}: must be a parameter, and is computed (weight_norm, pruning, a parametrization) or "
+                "quantised"
+            )
+
+
+def refuse_wrapped(model: nn.Module, what: str) -> None:
+    """Raises a ValueError if DDP, which keeps a list of parameters, is inside of a model whose parameters change."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(f"model: has DistributedDataParallel inside, which knows its parameters; {what} before it")
 
 
 def hooks_of(param: Tensor) -> str:

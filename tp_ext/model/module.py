@@ -224,6 +224,8 @@ class ParallelModule(nn.Module):
             ValueError: one has hooks on its gradient.
         """
         for name, full in dense.named_parameters():
+            if name not in self._parameters:
+                raise ValueError(f"{name}: is no parameter of {type(self).__name__}")
             if problem := hooks_of(full):
                 raise ValueError(f"{name}: {problem}")
             local = getattr(self, name)

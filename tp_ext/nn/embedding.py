@@ -9,6 +9,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import block_sizes, current_blocks, refuse_compiled, refuse_in_blocks, using_blocks
+from tp_ext.model.layouts import refuse_computed
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
@@ -161,6 +162,7 @@ class VocabParallelEmbedding(_VocabParallel):
         """
         if not isinstance(embedding, nn.Embedding):
             raise TypeError(f"embedding: {type(embedding).__name__} must be an nn.Embedding")
+        refuse_computed("embedding", embedding, "weight")
         # max_norm writes to the table in forward; our gradient is dense and not scaled
         for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             if getattr(embedding, name) != default:
@@ -314,6 +316,7 @@ class VocabParallelLMHead(_VocabParallel):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        refuse_computed("linear", linear, "weight", "bias")
         layer = cls(
             linear.in_features,
             linear.out_features,

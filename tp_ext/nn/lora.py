@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext._checks import check_int, check_number, check_probability
+from tp_ext.model.layouts import refuse_computed, refuse_wrapped
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
 from tp_ext.nn.dropout import layer_dropout
@@ -76,6 +77,10 @@ class LoRALinear(ParallelModule):
             raise TypeError(
                 f"base: {type(base).__name__} must be a ColumnParallelLinear or a RowParallelLinear; of the model's "
                 "own layers those are qkv, out, up and down"
+            )
+        if any(isinstance(param, DTensor) for param in base.parameters()):
+            raise ValueError(
+                "base: must not be sharded by FSDP2, which would not know the adapter; add adapters before"
             )
         if base.on_two_axes:
             raise ValueError("base: must not have a weight_group or activations='hidden'")
@@ -168,7 +173,8 @@ class LoRALinear(ParallelModule):
         """Adds the adapter to the base weight, W += (alpha / r) B A, which is then used alone. Communicates nothing.
 
         Raises:
-            ValueError: it is already merged, FSDP2 has sharded the weights, or the base's weight was quantised.
+            ValueError: it is already merged, FSDP2 has sharded the weights, or the base's weight was quantised or is
+                computed (``weight_norm``, pruning, a parametrization).
         """
         self._add(1, merged=True)
 
@@ -180,6 +186,7 @@ class LoRALinear(ParallelModule):
     def _add(self, sign: int, *, merged: bool) -> None:
         if self.base_layer.low_bits is not None:
             raise ValueError("base_layer: its weight was quantised, and merging would round it again")
+        refuse_computed("base_layer", self.base_layer, "weight")  # the next forward would compute it anew
         weight, a, b = self.base_layer.weight, self.lora_A.weight, self.lora_B.weight
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         if self.merged == merged:
@@ -228,8 +235,9 @@ def add_lora(
         The names of the layers.
 
     Communicates nothing. Raises:
-        ValueError: a pattern that names no such layer; and see :class:`LoRALinear`.
+        ValueError: a pattern that names no such layer; DDP or FSDP2 have the model already; see :class:`LoRALinear`.
     """
+    refuse_wrapped(model, "add adapters")
     patterns = [targets] if isinstance(targets, str) else list(targets)
     chosen = [
         name
@@ -269,11 +277,16 @@ def merge_lora(model: nn.Module) -> list[str]:
     the names of the layers. They stay frozen.
 
     Raises:
-        ValueError: there is no adapter inside the model; see :meth:`LoRALinear.merge`.
+        ValueError: there is no adapter inside the model; a weight is another layer's, too; see
+            :meth:`LoRALinear.merge`.
     """
     names, layers = [], [(name, layer) for name, layer in _lora_layers(model) if name]
     if not layers:
         raise ValueError(f"model: {type(model).__name__} must hold a LoRALinear inside")
+    weights = [id(weight) for m in model.modules() if (weight := m._parameters.get("weight")) is not None]
+    for name, layer in layers:
+        if weights.count(id(layer.base_layer._parameters.get("weight"))) > 1 and not layer.merged:
+            raise ValueError(f"{name}: its weight is another layer's, too, which would get the adapter; untie before")
     for name, layer in layers:
         if not layer.merged:
             layer.merge()

@@ -11,7 +11,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import current_blocks, refuse_compiled, refuse_in_blocks
-from tp_ext.model.layouts import mirror_layouts
+from tp_ext.model.layouts import mirror_layouts, refuse_computed
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.float8 import Float8, refuse_with_float8
 from tp_ext.nn.gather_ahead import find_forward
@@ -142,10 +142,12 @@ class ParallelLinear(ParallelModule):
                 default.
 
         Raises:
-            TypeError: ``linear`` is not an ``nn.Linear``.
+            TypeError: ``linear`` is not an ``nn.Linear``. ValueError: its weight or bias is computed or quantised, or
+                has hooks on its gradient.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        refuse_computed("linear", linear, "weight", "bias")
         options = {"float8": getattr(linear, "float8", None), **options}
         make: Callable[..., Self] = cls  # column or row: their signatures begin as nn.Linear's
         layer = make(

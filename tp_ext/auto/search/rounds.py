@@ -221,7 +221,8 @@ class Planner:
                 if weight is None or not weight.is_floating_point():
                     continue  # sharded in place, as all others: layers multiply and look up no complex numbers
                 # Sharded in place: a subclass with its own forward, and one called with `input=`, no name of the layers
-                if type(module).forward is nn.Linear.forward and owner not in self.called_by_name:
+                is_plain = type(module).forward is nn.Linear.forward and "bias" in module._parameters  # not computed
+                if is_plain and owner not in self.called_by_name:
                     roles[owner] = "column" if dim == 0 else "row"
                 elif is_conv1d(module):
                     roles[owner] = "column" if dim == 1 else "row"
