@@ -1,14 +1,18 @@
 """Multi-token prediction against plain torch on the whole batch: losses and all gradients, over all axes."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
 
 import tp_ext
-from tests.helpers import oracle, ranks
+from tests.helpers import oracle, ranks, simulated
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import Block
@@ -348,3 +352,95 @@ def test_errors_come_before_any_collective(change, error, match):
 
 def _no_module():
     return 3
+
+
+def _batch():
+    ids, labels, lengths = rows(1, 2)
+    next_ids, all_labels = prepared(ids, labels, 2, lengths)
+    return ids[0], next_ids[0], all_labels[0], tp_ext.ContextLayout(lengths[0], group=None)
+
+
+def _assigned(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+def _from_meta(model):
+    with torch.device("meta"):
+        other = Model(2, group=model.embedding.tp_group.name or None)
+    other.to_empty(device="cpu")
+    tp_ext.load_full_state_dict(other, tp_ext.full_state_dict(model))
+    return other
+
+
+def _overwritten(model):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def _replaced(model):
+    for layer in (model.embedding, model.last.head):
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    model.last.head.weight = model.embedding.weight
+    return model
+
+
+CONVERSIONS = {
+    "nothing": lambda model: model,
+    "assign": _assigned,
+    "to_empty": _from_meta,
+    "overwritten": _overwritten,
+    "deepcopy": copy.deepcopy,
+    "copy of what was assigned": lambda model: copy.deepcopy(_assigned(model)),
+    "assigned copy": lambda model: _assigned(copy.deepcopy(model)),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "assigned pickle": lambda model: _assigned(pickle.loads(pickle.dumps(model))),
+    "replaced": _replaced,
+}
+
+
+def _converted(group, how):
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model = CONVERSIONS[how](Model(2, group=group))
+        model(*_batch()).sum().backward()
+    mtp = model.last.mtp
+    assert mtp.embedding.weight is model.embedding.weight and mtp.head.weight is model.last.head.weight
+    return len(list(model.parameters())), model.embedding.weight.grad, model.last.head.weight.grad
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_the_parameters_are_those_of_the_model_after_conversions(how):
+    expected = simulated.run(_converted, 2, "nothing")
+    for (number, *grads), (_, *want) in zip(simulated.run(_converted, 2, how), expected, strict=True):
+        # to_empty and assign untie the model's own head from its embedding, as torch does: the two grads are the parts
+        untied = how in (
+            "assign",
+            "to_empty",
+            "overwritten",
+            "copy of what was assigned",
+            "assigned copy",
+            "assigned pickle",
+        )
+        assert number == expected[0][0] + untied
+        torch.testing.assert_close(sum(grads) if untied else grads[0], want[0], rtol=1e-12, atol=1e-12)
+
+
+def test_an_embedding_that_was_parametrized_by_itself_is_refused():
+    model = Model(2, group=None)
+    parametrize.register_parametrization(model.embedding, "weight", nn.Identity())
+    with pytest.raises(RuntimeError, match=r"embedding.weight: is not that of the model's embedding any more"):
+        model(*_batch())
+
+
+def _sharded_by_fsdp(group):
+    model = fully_shard(Model(2, group=None), mesh=tp_ext.init_mesh("cpu", dp=2)["dp"])
+    model(*_batch()).sum().backward()
+    assert model.last.mtp.embedding.weight is model.embedding.weight
+
+
+def test_fsdp_shards_them_as_one():
+    ranks.run(_sharded_by_fsdp, 2)

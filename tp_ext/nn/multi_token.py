@@ -1,6 +1,7 @@
 """Multi-token prediction: modules after a model that predict the tokens after the next one, and their loss."""
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -140,6 +141,7 @@ class MultiTokenPrediction(ParallelModule):
         self._check_layer("embedding", embedding, VocabParallelEmbedding, "embedding_dim")
         self._check_layer("head", head, VocabParallelLMHead, "hidden_size")
         self.embedding, self.head = _with_same_parameters(embedding), _with_same_parameters(head)
+        self._originals = {"embedding": _Original(embedding), "head": _Original(head)}
         parallel: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         options: dict[str, Any] = parallel | {"device": device, "dtype": dtype}
         self.depths = nn.ModuleList()
@@ -183,6 +185,7 @@ class MultiTokenPrediction(ParallelModule):
         Raises:
             TypeError: no tensor. ValueError: another last dim, or another number of tokens than hidden has.
         """
+        self._share("embedding")
         self._check(hidden, next_ids, "next_ids")
         total = next_ids[..., 0].numel() if self.sequence_parallel else None
         sizes = self.token_sizes(total)
@@ -218,6 +221,7 @@ class MultiTokenPrediction(ParallelModule):
             TypeError: no tensors. ValueError: another reduction, or another number of hidden states or labels; see
                 also :func:`linear_cross_entropy`.
         """
+        self._share("head")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction: {reduction!r} must be 'mean' or 'sum'")
         if len(hiddens) != self.depth:
@@ -231,6 +235,26 @@ class MultiTokenPrediction(ParallelModule):
             losses.append(self.head.loss(flat, labels[..., k].flatten(), total, reduction=reduction, **options))
         scaled = torch.stack(losses) * (self.loss_weight / self.depth)
         return scaled.sum() if reduction == "mean" else scaled
+
+    def _share(self, name: str) -> None:
+        """Takes the parameters of the model's embedding or head, where loading or a conversion has made others of them.
+
+        Raises:
+            RuntimeError: they are not to be had here.
+        """
+        layer, original = cast(ParallelModule, getattr(self, name)), self._originals[name].module()
+        for local, param in layer._parameters.items() if original is not None else ():
+            shared = original._parameters.get(local)
+            # A stage of a pipeline has a copy; functional_call has tensors; shapes are found without memory
+            is_other = local in layer.__dict__.get("tp_copies", ()) or type(param) is not nn.Parameter or param.is_meta
+            if shared is param or is_other:
+                continue
+            if type(shared) is not nn.Parameter or _kind(shared) != _kind(param):
+                raise RuntimeError(
+                    f"{name}.{local}: is not that of the model's {name} any more, which was converted by itself; "
+                    "convert the whole model, and let one fully_shard have both"
+                )
+            layer._parameters[local] = shared
 
     def _check(self, hidden: Any, tokens: Any, name: str) -> None:
         for what, tensor in (("hidden", hidden), (name, tokens)):
@@ -250,6 +274,20 @@ class MultiTokenPrediction(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, depth={self.depth}, loss_weight={self.loss_weight}, {self.parallel_repr()}"
+
+
+class _Original:
+    """A weak reference to a layer of the model, which another stage of a pipeline may have. Copied with its model."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
+
+    def __reduce__(self) -> Any:
+        return _Original, (self.module(),)
+
+
+def _kind(param: Tensor) -> tuple[Any, ...]:
+    return param.shape, param.dtype, param.device
 
 
 def _with_same_parameters(layer: Any) -> Any:
