@@ -338,3 +338,71 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], nn.Modul
 def test_a_model_without_its_edits_is_refused(name: str) -> None:
     for error in run(_refused, 2, name):
         assert REFUSED[name][2] in error
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(ids)))
+
+
+def _assigned(model: nn.Module) -> nn.Module:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+def _with_memory(model: nn.Module) -> nn.Module:
+    state = tp_ext.full_state_dict(model)
+    model = model.to("meta")
+    model.table.weight = model.head.weight
+    model.to_empty(device="cpu")
+    tp_ext.load_full_state_dict(model, state)
+    return model
+
+
+def _untied(model: nn.Module) -> nn.Module:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def _tied_again(model: nn.Module) -> nn.Module:
+    model.head.weight = _assigned(model).table.weight
+    return model
+
+
+TIED: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
+    "deepcopy": (copy.deepcopy, True),
+    "save": (COPIES["save"], True),
+    "average": (COPIES["average"], True),
+    "to": (lambda model: model.half().double(), True),
+    "tied again": (_tied_again, True),
+    "assign": (_assigned, False),
+    "assigned copy": (lambda model: _assigned(copy.deepcopy(model)), False),
+    "to_empty": (_with_memory, False),
+    "untied": (_untied, False),
+}
+
+
+def _tied(group: Any) -> None:
+    plan = auto.plan(Tied().double(), (IDS,), 2)
+    assert set(plan.shardings) >= {"table.weight", "head.weight"}
+    for change, stays in TIED.values():
+        model = auto.apply(plan, Tied().double(), group)
+        model(IDS)
+        changed = change(model)
+        if stays:
+            changed(IDS)
+            inner = getattr(changed, "module", changed)
+            assert inner.head.weight is inner.table.weight
+        else:
+            with pytest.raises(RuntimeError, match=r"table.weight and head.weight were one parameter"):
+                changed(IDS)
+
+
+def test_tied_parameters_stay_tied_or_are_refused() -> None:
+    run(_tied, 2)

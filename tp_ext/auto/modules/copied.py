@@ -11,11 +11,11 @@ import copy
 import copyreg
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tp_ext.auto.modules.block_functions import BlockFunctions
@@ -32,6 +32,7 @@ PROTOCOL = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__de
             "__getnewargs_ex__")  # fmt: skip
 STATES = (Outermost, Conversions, Masks, BlockFunctions, TokenLengths, SizedForward)
 """Classes of the objects that hooks of several modules share, through which they know of each other's calls."""
+Expected = tuple[dict[str, tuple[str, ...]], dict[str, int], list[list[str]]]
 Before = dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]]
 
 
@@ -179,20 +180,21 @@ class PresentEdits:
 
     Attributes:
         root: the module whose edits were found. live: where they are. expected: of a copy, the edits of the original by
-            the name of a module, and the number of the states that these share.
+            the name of a module, the number of the states that these share, and the names of tied parameters.
     """
 
     def __init__(self) -> None:
         self.root: weakref.ref[nn.Module] | None = None
         self.live: list[tuple[dict[Any, Any], Any, Any]] = []
         self.classes: list[tuple[nn.Module, type]] = []
-        self.expected: tuple[dict[str, tuple[str, ...]], dict[str, int]] | None = None
+        self.tied: list[tuple[list[str], list[tuple[nn.Module, str]]]] = []
+        self.expected: Expected | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         root = self.root and self.root()
         if root is not None:
             self.check()
-        expected = self.expected if root is None else (_edits_by_name(root), _states_of(root))
+        expected = self.expected if root is None else _expected_of(root)
         return {"expected": expected, "next_id": RemovableHandle.next_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,10 +220,10 @@ class PresentEdits:
         if "_is_replica" in vars(module):
             raise RuntimeError("model: is sharded by tp_ext.auto, and must not be replicated by nn.DataParallel")
         root = self.root and self.root()
-        expected = self.expected if root is None else (_edits_by_name(root), _states_of(root))
+        expected = self.expected if root is None else _expected_of(root)
         if expected is not None:
             _compare(module, *expected)
-        self.root, self.live, self.classes = weakref.ref(module), [], []
+        self.root, self.live, self.classes, self.tied = weakref.ref(module), [], [], _tied_in(module)
         for inner in module.modules():
             tables = [getattr(inner, table) for table in HOOKS]
             self.live += [(table, i, hook) for table in tables for i, hook in table.items() if _is_edit(hook)]
@@ -237,6 +239,8 @@ class PresentEdits:
         for module, cls in self.classes:
             if not isinstance(module, cls):
                 self.refuse(f"the class of a module was set to {type(module).__name__}")
+        for names, places in self.tied:
+            _refuse_untied(names, (module._parameters.get(name) for module, name in places))
 
     @staticmethod
     def refuse(why: str) -> None:
@@ -246,11 +250,38 @@ class PresentEdits:
         )
 
 
+def _tied_in(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, str]]]]:
+    """The parameters with several places in a model: their names, and the places."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((f"{path}.{name}".lstrip("."), module, name))
+    return [([n for n, _, _ in tied], [(m, name) for _, m, name in tied]) for tied in places.values() if len(tied) > 1]
+
+
+def _refuse_untied(names: list[str], params: Iterable[Tensor | None]) -> None:
+    if len(set(map(id, params))) > 1:
+        raise RuntimeError(
+            f"model: {' and '.join(names)} were one parameter when the model was sharded or copied, and are several "
+            "since they were assigned or given memory one by one; tie them again"
+        )
+
+
 def _edits_by_name(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: edits for name, module in model.named_modules() if (edits := _edits_of(module))}
 
 
-def _compare(module: nn.Module, expected: dict[str, tuple[str, ...]], states: dict[str, int]) -> None:
+def _expected_of(model: nn.Module) -> Expected:
+    return _edits_by_name(model), _states_of(model), [names for names, _ in _tied_in(model)]
+
+
+def _compare(
+    module: nn.Module, expected: dict[str, tuple[str, ...]], states: dict[str, int], tied: list[list[str]]
+) -> None:
+    named = dict(module.named_parameters(remove_duplicate=False))
+    for names in tied:
+        _refuse_untied(names, (named[name] for name in names if name in named))
     # By what they are, and not by names: the copy may have got adapters or wrappers since
     present = collections.Counter(_edits_by_name(module).values())
     present.subtract(expected.values())
