@@ -243,11 +243,14 @@ class MultiTokenPrediction(ParallelModule):
             RuntimeError: they are not to be had here.
         """
         layer, original = cast(ParallelModule, getattr(self, name)), self._originals[name].module()
-        for local, param in layer._parameters.items() if original is not None else ():
+        if original is None:
+            return
+        for local, param in layer._parameters.items():
             shared = original._parameters.get(local)
             # A stage of a pipeline has a copy; functional_call has tensors; shapes are found without memory
-            is_other = local in layer.__dict__.get("tp_copies", ()) or type(param) is not nn.Parameter or param.is_meta
-            if shared is param or is_other:
+            if shared is param or param is None or local in layer.__dict__.get("tp_copies", ()):
+                continue
+            if type(param) is not nn.Parameter or param.is_meta:
                 continue
             if type(shared) is not nn.Parameter or _kind(shared) != _kind(param):
                 raise RuntimeError(
@@ -286,7 +289,7 @@ class _Original:
         return _Original, (self.module(),)
 
 
-def _kind(param: Tensor) -> tuple[Any, ...]:
+def _kind(param: nn.Parameter) -> tuple[Any, ...]:
     return param.shape, param.dtype, param.device
 
 

@@ -12,7 +12,7 @@ import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,10 @@ def _of_forward(hook: Any, forward: Any, clone: Any) -> Any:
 
 def _anew(make: Callable[..., Any], arguments: tuple[Any, ...], cls: Any, has_rows: bool, is_direct: bool) -> Any:
     """A module that is being copied, made as its class makes it, with the class that it has in a sharded model."""
-    module, made = make(*arguments), with_lookup(cls) if has_rows else cls
-    module.__class__ = _with_edits(cls, with_direct_calls(made) if is_direct else made)
+    made: Any = with_lookup(cls) if has_rows else cls
+    made = with_direct_calls(made) if is_direct else made
+    module = make(*arguments)
+    module.__class__ = _with_edits(cls, made)
     return module
 
 
@@ -123,7 +125,12 @@ def _with_edits(own: type[Any], cls: type[Any]) -> type[nn.Module]:
     def copied(self: Any) -> Any:
         return _edited(self, own.__copy__(self), lambda edits: edits)
 
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__, "tp_class": own}
+    names: dict[str, Any] = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "tp_class": own,
+    }
     # Only where the user's class has them: without, copy.copy and copy.deepcopy go by __reduce_ex__
     methods = {"__deepcopy__": deepcopied, "__copy__": copied}
     names |= {name: method for name, method in methods.items() if hasattr(own, name)}
@@ -134,7 +141,7 @@ def _edited(module: CopiedWithEdits, copied: Any, clone: Callable[[Any], Any]) -
     """Puts the edits of a module into the copy of it that a method of the user has made."""
     if copied is not module and isinstance(copied, module.tp_class):
         copied.__class__ = type(module)
-        copied.tp_edit(*clone(module.tp_edits()))
+        cast(CopiedWithEdits, copied).tp_edit(*clone(module.tp_edits()))
     return copied
 
 
@@ -191,7 +198,7 @@ class PresentEdits:
         self.expected: Expected | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        root = self.root and self.root()
+        root = None if self.root is None else self.root()
         if root is not None:
             self.check()
         expected = self.expected if root is None else _expected_of(root)
@@ -219,7 +226,7 @@ class PresentEdits:
         """
         if "_is_replica" in vars(module):
             raise RuntimeError("model: is sharded by tp_ext.auto, and must not be replicated by nn.DataParallel")
-        root = self.root and self.root()
+        root = None if self.root is None else self.root()
         expected = self.expected if root is None else _expected_of(root)
         if expected is not None:
             _compare(module, *expected)
@@ -315,8 +322,7 @@ def keep_edits(model: nn.Module, before: Before) -> None:
         own, _ = before.get(module, (type(module), {}))
         has_own = says_how_it_is_copied(own)
         if module is model or (has_own and any(inner in changed for inner in module.modules() if inner is not module)):
-            hook = PresentEdits()
-            module.register_forward_pre_hook(hook, prepend=True)
+            module.register_forward_pre_hook(PresentEdits(), prepend=True)
         if edited.get(module):
             module.tp_edited = edited[module]  # type: ignore[assignment]
         if (has_own and _edits_of(module)) or _is_edit(vars(module).get("forward")):
