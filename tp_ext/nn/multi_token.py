@@ -141,7 +141,7 @@ class MultiTokenPrediction(ParallelModule):
         self._check_layer("embedding", embedding, VocabParallelEmbedding, "embedding_dim")
         self._check_layer("head", head, VocabParallelLMHead, "hidden_size")
         self.embedding, self.head = _with_same_parameters(embedding), _with_same_parameters(head)
-        self._originals = {"embedding": _Original(embedding), "head": _Original(head)}
+        self._originals = {"embedding": _LayerOfModel(embedding), "head": _LayerOfModel(head)}
         parallel: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         options: dict[str, Any] = parallel | {"device": device, "dtype": dtype}
         self.depths = nn.ModuleList()
@@ -279,14 +279,14 @@ class MultiTokenPrediction(ParallelModule):
         return f"{self.hidden_size}, depth={self.depth}, loss_weight={self.loss_weight}, {self.parallel_repr()}"
 
 
-class _Original:
+class _LayerOfModel:
     """A weak reference to a layer of the model, which another stage of a pipeline may have. Copied with its model."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module: Callable[[], nn.Module | None] = (lambda: None) if module is None else weakref.ref(module)
 
     def __reduce__(self) -> Any:
-        return _Original, (self.module(),)
+        return _LayerOfModel, (self.module(),)
 
 
 def _kind(param: nn.Parameter) -> tuple[Any, ...]:
