@@ -1,11 +1,12 @@
-"""Debugging aids: checks of a model over its ranks, type checking of a program, counts of collectives, names in
-profiles, timelines of steps, comparison of batches, all ranks in one process.
+"""Debugging aids: checks of a model over its ranks, type checking of a program, order and counts of collectives,
+names in profiles, timelines of steps, comparison of batches, all ranks in one process.
 
 ``tp_ext.debug.check(model)`` after wrapping and after the first step finds mistakes that otherwise show only as a
 slightly wrong loss: see docs/guide/debugging.md.
 """
 
 from tp_ext.debug.collective_counts import CollectiveCount, CollectiveCounts, count_collectives
+from tp_ext.debug.collective_order import compare_collectives
 from tp_ext.debug.digest import sha256
 from tp_ext.debug.model_check import check, findings
 from tp_ext.debug.profiling import annotate
@@ -23,6 +24,7 @@ __all__ = [
     "annotate",
     "assert_replicated",
     "check",
+    "compare_collectives",
     "compare_inputs",
     "count_collectives",
     "enable",

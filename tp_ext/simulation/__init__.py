@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch.distributed import HashStore
+
 from tp_ext._checks import check_int
 from tp_ext.simulation.baton import Baton
 from tp_ext.simulation.groups import SimulatedGroups, ranks_of, torch_sees_groups_of_rank
@@ -70,9 +72,11 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     prefixes = [outer.inner(serial, rank) for rank in range(size)]
 
     def run_rank(rank: int) -> T:
-        enter(RankPlace(prefixes[rank], groups.world[rank], functools.partial(groups.new_group, rank), {}, outer))
+        new_group, poll = functools.partial(groups.new_group, rank), functools.partial(baton.poll, rank)
+        enter(RankPlace(prefixes[rank], groups.world[rank], new_group, {}, outer, store, poll))
         return fn(rank, groups.argument(rank), *args)
 
+    store = HashStore()
     baton = Baton(size, seed, run_rank, describe_stuck)
     groups = SimulatedGroups(baton, axes, size, prefixes)
     try:

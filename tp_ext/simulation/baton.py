@@ -135,6 +135,15 @@ class Baton:
         finally:
             rank.waiting = None
 
+    def poll(self, number: int) -> bool:
+        """Runs other ranks once, and returns whether there was one that could run.
+
+        Raises:
+            RuntimeError: a rank failed.
+        """
+        self.check()
+        return self.hand_over(number)
+
     def hand_over(self, number: int) -> bool:
         """Runs the next rank that can run until it is the turn of rank ``number`` again, which need not be able to run
         if no other can. Returns whether there was such a rank."""

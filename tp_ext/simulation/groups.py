@@ -38,13 +38,13 @@ class SimulatedGroups:
         self._new: dict[tuple[int, tuple[int, ...]], SimulatedGroup] = {}
         self._made: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(p)]  # of each rank
         self._by_axis: list[list[ProcessGroup]] = [[] for _ in range(p)]  # of each rank
-        self.world = self._add([list(range(p))], "world")
+        self.world = self._add([list(range(p))], "world", "default_pg")
         if axes is not None:
             self._mesh = torch.arange(p, dtype=torch.int).view(*axes.values())
             for dim, (axis, size) in enumerate(axes.items()):
                 along = self.world
                 if size < p:
-                    along = self._add(self._mesh.movedim(dim, -1).reshape(-1, size).tolist(), axis)
+                    along = self._add(self._mesh.movedim(dim, -1).reshape(-1, size).tolist(), axis, f"mesh_{axis}")
                 for of_rank, group in zip(self._by_axis, along, strict=True):
                     of_rank.append(group)
 
@@ -71,7 +71,7 @@ class SimulatedGroups:
         if not self._noted:
             world.pg_group_ranks.pop(_NO_MEMBER, None)
 
-    def new_group(self, rank: int, ranks: Sequence[int]) -> ProcessGroup | None:
+    def new_group(self, rank: int, ranks: Sequence[int], description: str | None) -> ProcessGroup | None:
         """Makes a rank's part of a group, which is one with those that the other ranks make of the same ranks, in the
         order in which each makes them. Returns None if it is no member."""
         key = tuple(ranks)
@@ -81,23 +81,26 @@ class SimulatedGroups:
         self._made[rank][key] += 1
         calls = self._new.setdefault((number, key), SimulatedGroup(self._baton, list(key)))
         name = f"new {'_'.join(map(str, key))} {number}"
-        return self._register(Member(calls, key.index(rank)), key.index(rank), list(key), self._prefixes[rank] + name)
+        member, name = Member(calls, key.index(rank)), self._prefixes[rank] + name
+        return self._register(member, key.index(rank), list(key), name, description or "undefined")
 
-    def _add(self, members: list[list[int]], axis: str) -> list[ProcessGroup]:
+    def _add(self, members: list[list[int]], name: str, description: str) -> list[ProcessGroup]:
         groups: dict[int, ProcessGroup] = {}
         for ranks in members:
             calls = SimulatedGroup(self._baton, ranks)
             for place, rank in enumerate(ranks):
-                groups[rank] = self._register(Member(calls, place), place, ranks, self._prefixes[rank] + axis)
+                member, full_name = Member(calls, place), self._prefixes[rank] + name
+                groups[rank] = self._register(member, place, ranks, full_name, description)
         return [groups[rank] for rank in range(len(groups))]
 
-    def _register(self, member: Member, place: int, ranks: list[int], name: Any) -> ProcessGroup:
+    def _register(self, member: Member, place: int, ranks: list[int], name: Any, description: str) -> ProcessGroup:
         group = ProcessGroup(place, len(ranks))
         backend = load().create_simulated_backend(place, len(ranks), member)
         for device in ("cpu", "cuda"):
             group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
         group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         group._set_group_name(name)
+        group._set_group_desc(description)  # as torch describes the groups of a mesh
         world: Any = c10d._world
         world.pg_map[group] = (_BACKEND, None)
         world.pg_names[group] = name
@@ -129,7 +132,7 @@ def _new_group(size: int, rank: Any, ranks: Sequence[int], *args: Any, **kwargs:
     if make is None:
         store_and_rank: tuple[Any, Any] = _Torch.new_group(size, rank, ranks, *args, **kwargs)
         return store_and_rank
-    group = make(ranks or range(size))  # of all ranks, none are given
+    group = make(ranks or range(size), kwargs.get("group_desc"))  # of all ranks, none are given
     return (_NO_MEMBER if group is None else group), None
 
 

@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 _MARK = "simulation"
 
@@ -20,13 +20,17 @@ class RankPlace:
         new_group: makes this rank's part of a group, None if it is no member; None outside of simulations.
         generators: this rank's generators of ``random`` and ``numpy.random`` that are in use, by module.
         outer: the place of the caller.
+        store: of all ranks of the simulation; None outside of simulations.
+        poll: runs other ranks once, and returns whether one could run; None outside of simulations.
     """
 
     prefix: str = ""
     world: ProcessGroup | None = None
-    new_group: Callable[[Sequence[int]], ProcessGroup | None] | None = None
+    new_group: Callable[[Sequence[int], str | None], ProcessGroup | None] | None = None
     generators: dict[str, Any] = field(default_factory=dict)
     outer: "RankPlace | None" = None
+    store: Store | None = None
+    poll: Callable[[], bool] | None = None
 
     def inner(self, serial: int, rank: int) -> str:
         """Returns the prefix of a rank of a simulation that this rank runs."""

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tp_ext._checks import check_int
+from tp_ext.debug.collective_order import compare_collectives
 from tp_ext.debug.type_check import typecheck
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
@@ -107,13 +108,18 @@ def verify(
 def _simulated(p: int, task: Task, findings: list[Finding]) -> list[Outcome] | None:
     """Returns the outcomes of p ranks; None after an error, which is appended to the findings."""
     try:
-        return simulate(run, p, task, seed=task.seed)
+        return simulate(_run_compared, p, task, seed=task.seed)
     except RuntimeError as error:
         # This error does not depend on p: the caller must fix it, so it is raised and not reported as a finding
         if isinstance(error.__cause__, UnfitModelError):
             raise error.__cause__ from None
         findings.append(_of_error(p, error, task))
         return None
+
+
+def _run_compared(rank: int, group: Any, task: Task) -> Outcome:
+    with compare_collectives():
+        return run(rank, group, task)
 
 
 def _reference(
@@ -151,17 +157,24 @@ def _of_error(p: int, error: RuntimeError, task: Task) -> Finding:
     """Returns the finding of an error that a rank raised, or that the collectives of two ranks do not match."""
     # simulate says in words which rank raised, or which calls do not fit
     text = str(error).removeprefix("simulate: ")
-    if (raised := re.match(r"rank (\d+) raised \w+", text)) is not None:
+    if "compare_collectives: " not in text and (raised := re.match(r"rank (\d+) raised \w+", text)) is not None:
         progress = task.progress[int(raised[1])]
         hint = ". One rank computes it: a local size is used as a number, or this p is not allowed" if p > 1 else ""
         cause = f"{text[raised.end() :].lstrip(': ')}, in {progress.phase}{hint}"
         return Finding(p, progress.module, raised[0], cause)
-    named = re.search(r"rank (\d+) calls (\w+)\(.*? which does not fit (\w+)", text)
-    waits = named or re.search(r"rank (\d+) waits for .*? in (\w+)", text)
-    rank, collective = (int(waits[1]), waits[2]) if waits is not None else (0, "collective")
+    calls = re.findall(r"ranks? \[?(\d+)[\d, ]*\]? (?:issue|calls|waits for .*? in) (\w+)\(", text)
+    # A rank that has gone on to a later module lacks a call, so the other one's is named
+    order = [call.name for call in task.reference.calls["eval"]] if task.reference is not None else []
+
+    def lateness(call: tuple[str, str]) -> int:
+        module = task.progress.get(int(call[0]), Progress()).module
+        return order.index(module) if module in order else len(order)
+
+    number, collective = min(reversed(calls), key=lateness, default=("0", "collective"))
+    rank = int(number)
     progress = task.progress.get(rank, Progress())
     why = "one is missing or doubled on a rank, after a branch on a local value"
-    if named is not None and named[2] == named[3]:
+    if len(calls) > 1 and len({name for _, name in calls}) == 1:
         why = "shards of different local sizes go where all need one shape, or one is missing or doubled on a rank"
     return Finding(p, progress.module, f"{collective} of rank {rank}", f"{text}, in {progress.phase}: {why}")
 
