@@ -71,7 +71,7 @@ def _after_equal_steps(group, bad):
 
 
 def _equal_groups(group, bad):
-    """Two groups of the same ranks, which nothing but their names tells apart."""
+    """Two groups of the same ranks, which differ in nothing but their names."""
     for some in _in_order(group, bad, [dist.new_group([*range(group.size())]) for _ in range(2)]):
         dist.all_reduce(ones(2), group=some)
 

@@ -17,7 +17,7 @@ from tp_ext._ops.activation import (
     gated_act_bwd,
     gated_act_fwd,
 )
-from tp_ext._ops.binding import Sizes
+from tp_ext._ops.binding import Sizes, c10d_operator
 from tp_ext._ops.blocks import (
     block_attention,
     block_bmm,

@@ -27,6 +27,11 @@ def overload_of(name: str) -> Any:
     return getattr(torch.ops.tp_ext, name).default
 
 
+def c10d_operator(name: str) -> Any:
+    """Returns the overload of an operator of torch's process groups."""
+    return getattr(torch.ops.c10d, name).default
+
+
 def _overload(name: str, function: Callable[..., Any]) -> Any:
     declarations[name] = function
     return overload_of(name)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext._checks import check_number
 from tp_ext.group import Group, global_ranks
@@ -80,7 +82,7 @@ _NAMES = re.compile(r"[A-Za-z]\w*")
 _MESH = "mesh_"  # with which the description of a mesh's group begins
 
 
-class _Call(NamedTuple):
+class _IssuedCall(NamedTuple):
     """What a rank is about to issue, as the store has it.
 
     Attributes:
@@ -107,7 +109,7 @@ class _Call(NamedTuple):
         name = self.axis.partition("/")[0]
         return f"{self.text} over {name or f'group {self.name} of ranks {self.ranks}'}"
 
-    def is_that(self, other: "_Call") -> bool:
+    def is_that(self, other: "_IssuedCall") -> bool:
         """Whether another rank of the same program may issue this as that call."""
         return (self.text, self.axis) == (other.text, other.axis) and (
             self.ranks != other.ranks or self.name == other.name
@@ -157,7 +159,7 @@ def compare_collectives(*, pipeline: Group = None, timeout: float = 300.0) -> It
         yield
         return
     stages = global_ranks(pipeline)
-    block = _Block(place, world, timeout, stages)
+    block = _ComparedBlock(place, world, timeout, stages)
     _open(place.prefix, block)
     try:
         try:
@@ -171,13 +173,13 @@ def compare_collectives(*, pipeline: Group = None, timeout: float = 300.0) -> It
     block.wait_for_all()
 
 
-_blocks: dict[str, "_Block"] = {}  # by the prefix of the rank, which is empty outside of simulations
+_blocks: dict[str, "_ComparedBlock"] = {}  # by the prefix of the rank, which is empty outside of simulations
 _kernels: list[tuple[torch.library.Library, int]] = []  # and a counter, while a block is open
 _lock = threading.Lock()
 
 
 # [Note: collectives are compared where the dispatcher selects a backend]
-def _open(prefix: str, block: "_Block") -> None:
+def _open(prefix: str, block: "_ComparedBlock") -> None:
     with _lock:
         _blocks[prefix] = block
         if not _kernels:
@@ -199,7 +201,7 @@ def _close(prefix: str) -> None:
 
 def _comparing(name: str) -> Callable[..., Any]:
     """Returns the kernel that compares a call and passes it on to those of the backends."""
-    operator, overload = _OPERATORS[name], getattr(torch.ops.c10d, name).default
+    operator, overload = _OPERATORS[name], _ops.c10d_operator(name)
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +213,7 @@ def _comparing(name: str) -> Callable[..., Any]:
     return call
 
 
-class _Block:
+class _ComparedBlock:
     """One rank's part of a block. What the ranks write into the store:
 
     - ``rank/i``: its i-th call; ``rank/last``: the number of its last one; ``rank/left``: how it left the block;
@@ -248,7 +250,7 @@ class _Block:
         axis, name = _axis(group, ranks), group.group_name.removeprefix(self._place.prefix)
         before = {known: self._before[known] for known in self._axes()}
         stages = not self._peers.isdisjoint(ranks)
-        call = _Call(_described(operator, args, ranks), axis, name, ranks, _line(), before, stages)
+        call = _IssuedCall(_described(operator, args, ranks), axis, name, ranks, _line(), before, stages)
         place = f"{ranks}/{self._numbers[str(ranks)]}"
         self._store.set(f"{self._rank}/{self._issued}", json.dumps(call))
         self._store.set(f"{self._rank}/last", str(self._issued))
@@ -311,7 +313,7 @@ class _Block:
                 fruitless = fruitless + 1 if known == events else 0
             yield time.monotonic() > end or fruitless > _FRUITLESS_POLLS
 
-    def _meet(self, place: str, call: _Call) -> str:
+    def _meet(self, place: str, call: _IssuedCall) -> str:
         """Waits until all ranks of the group are there. Returns what differs."""
         missing, waiting = [rank for rank in call.ranks if rank != self._rank], self._waiting()
         while True:
@@ -329,7 +331,7 @@ class _Block:
             if next(waiting):
                 return f"rank {missing[0]} did not issue {call.title} at {call.line}, {self._last(missing[0])}"
 
-    def _never_comes(self, rank: int, call: _Call) -> str:
+    def _never_comes(self, rank: int, call: _IssuedCall) -> str:
         """Returns why a rank that is missing will not issue the call."""
         if self._left(rank):
             error = self._store.get(f"{rank}/left").decode()
@@ -354,7 +356,7 @@ class _Block:
         self._store.add("events", 1)
         raise RuntimeError(f"compare_collectives: {error}")
 
-    def _first_difference(self, call: _Call, other: int) -> str:
+    def _first_difference(self, call: _IssuedCall, other: int) -> str:
         """Describes the first call of this rank that is not the other one's, as the ranks of the group have it."""
         members = {*call.ranks} if not call.stages else {self._rank, other}  # stages have not much in common
         calls = {rank: self._calls_of(rank, call) for rank in sorted(members)}
@@ -370,7 +372,7 @@ class _Block:
         shown = "; ".join(f"ranks {ranks} issue {text}" for text, ranks in texts.items())
         return f"call {number + 1} differs: {shown}"
 
-    def _calls_of(self, rank: int, call: _Call) -> list[_Call]:
+    def _calls_of(self, rank: int, call: _IssuedCall) -> list[_IssuedCall]:
         """Returns the calls of a rank over the axes of ``call``; of a pipeline, of its group alone."""
         number = int(self._store.get(f"{rank}/last")) + 1 if self._store.check([f"{rank}/last"]) else 0
         calls = [self._call(rank, f"{rank}/{i}", number=i) for i in range(number)]
@@ -378,11 +380,11 @@ class _Block:
             return [other for other in calls if other.ranks == call.ranks]
         return [other for other in calls if other.axis in call.before or other.ranks == call.ranks]
 
-    def _call(self, rank: int, key: str, number: int | None = None) -> _Call:
+    def _call(self, rank: int, key: str, number: int | None = None) -> _IssuedCall:
         """Returns the call of a rank whose number is stored under ``key``."""
         if number is None:
             number = int(self._store.get(key))
-        return _Call(*json.loads(self._store.get(f"{rank}/{number}")))
+        return _IssuedCall(*json.loads(self._store.get(f"{rank}/{number}")))
 
     def _last(self, rank: int) -> str:
         if not self._store.check([f"{rank}/last"]):
@@ -391,7 +393,7 @@ class _Block:
         return f"whose last call is {last.title} at {last.line}"
 
 
-def _differ(call: _Call, other: _Call) -> bool:
+def _differ(call: _IssuedCall, other: _IssuedCall) -> bool:
     if not call.is_that(other):
         return True
     shared = () if call.stages or other.stages else call.before.keys() & other.before.keys()
@@ -430,7 +432,10 @@ def _tensor(operator: _Operator, x: Tensor) -> str:
 
 
 def _line() -> str:
-    node, line = torch._C._current_autograd_node(), user_line(sys._getframe())
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    node, line = torch._C._current_autograd_node(), user_line(frame)
     if node is None:
         return line
     return f"{line}, in backward of {_NAMES.findall(node.name())[-1]}"  # without the templates of C++

@@ -175,7 +175,7 @@ def _of_error(p: int, error: RuntimeError, task: Task) -> Finding:
     progress = task.progress.get(rank, Progress())
     why = "one is missing or doubled on a rank, after a branch on a local value"
     if len(calls) > 1 and len({name for _, name in calls}) == 1:
-        why = "shards of different local sizes go where all need one shape, or one is missing or doubled on a rank"
+        why = "shards of different local sizes where all need one shape, or calls in another order, missing or doubled"
     return Finding(p, progress.module, f"{collective} of rank {rank}", f"{text}, in {progress.phase}: {why}")
 
 
