@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tp_ext.model.carriers import Carriers
-from tp_ext.outside.live_shards import layouts_by_id, live_shards, memory_of
-from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, norm_of_rows
+from tp_ext.outside.live_shards import layouts_by_id, live_shards, memory_of, unlisted_shards
+from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, local_gradient, norm_of_rows
 from tp_ext.sharding import Layout
 
 _REPLICATED = Layout()
@@ -75,8 +75,9 @@ def clip_grad_norm_(
     if _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
         known = layouts_by_id(listed, blocked=True)
         # One shard is enough: then all are counted by our norm, which takes the others once
-        if not known.keys().isdisjoint(ids):
-            rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed]
+        unlisted = _unlisted(listed, not known.keys().isdisjoint(ids))
+        if unlisted or not known.keys().isdisjoint(ids):
+            rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed] + unlisted
             return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)
         _Unsharded.add(ids, listed, Carriers.changes)
     _here.unsharded = True
@@ -104,9 +105,20 @@ def get_total_norm(
     known: dict[object, GradientRow] = {}
     for param, layout in live_shards(blocked=True):
         for grad in gradient_terms(param):
-            known[memory_of(grad)] = param, layout, [grad]
-    keys = [*map(memory_of, listed)] if known else []  # an unsharded model pays nothing for it
-    if known.keys().isdisjoint(keys):
+            if local_gradient(grad).numel():
+                known[memory_of(grad)] = param, layout, [grad]
+    unlisted = _unlisted(listed, sharded=True)
+    keys = [*map(memory_of, listed)] if known or unlisted else []  # an unsharded model pays nothing for it
+    # What is empty here has the groups of all shards that are: which of them it belongs to cannot be seen, nor matters
+    empty = {memory_of(grad) for param, _, _ in unlisted for grad in gradient_terms(param)}
+    if (known.keys() | empty).isdisjoint(keys) and (listed or not unlisted):
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
     rows = [known.get(key, (tensor, _REPLICATED, [tensor])) for key, tensor in zip(keys, listed, strict=True)]
-    return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach)
+    return norm_of_rows(rows + unlisted, norm_type, error_if_nonfinite, foreach)
+
+
+def _unlisted(listed: Iterable[Tensor], sharded: bool) -> list[GradientRow]:
+    """Returns rows of shards that this rank's list may lack, which add nothing but their groups: on another rank, where
+    they are not empty or have a gradient, they may be listed, and its norm is a collective of all ranks."""
+    listed = list(listed)
+    return [] if listed and not sharded else [(param, layout, []) for param, layout in unlisted_shards(listed)]

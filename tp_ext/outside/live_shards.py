@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -57,7 +59,32 @@ def live_shards(padded: bool = False, blocked: bool = False) -> Iterator[tuple[T
 def memory_of(tensor: Tensor) -> object:
     """Returns what is equal for two live tensors only if they are the same elements: a tensor and its ``.data``."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    # Subclasses may have no memory, and of tensors without elements all have the same address
-    if type(local) not in (Tensor, nn.Parameter) or local.is_meta or not local.numel():
+    # Subclasses may have no memory
+    if type(local) not in (Tensor, nn.Parameter) or local.is_meta:
         return id(tensor)
-    return local.data_ptr(), local.shape, local.stride()
+    # Tensors without elements have no address: of one shape and dtype all are the same
+    return local.data_ptr(), local.shape, local.stride(), None if local.numel() else local.dtype
+
+
+def unlisted_shards(listed: Iterable[Tensor]) -> Iterator[tuple[Tensor, Layout]]:
+    """Yields live shards that a list of parameters or gradients may lack on this rank alone, for a caller that
+    communicates over their groups: those without elements here, of an empty list also those without a gradient."""
+    known, names = {id(tensor) for tensor in listed}, _groups_of_rank()
+    for param, layout in live_shards():
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        if not param.requires_grad or id(param) in known or not all(group.torch_name in names for _, group in layout):
+            continue
+        if not local.numel() or (not known and param.grad is None):
+            yield param, layout
+
+
+def _groups_of_rank() -> set[str]:
+    """Returns the names of the groups of this rank that have not been destroyed: simulated ranks share a process, and
+    a simulation may run in one that has groups."""
+    names = [group.group_name for group in c10d._world.pg_names if isinstance(group, dist.ProcessGroup)]
+    here = _simulated_rank(dist.group.WORLD.group_name) if dist.group.WORLD is not None else ""
+    return {name for name in names if _simulated_rank(name) == here}
+
+
+def _simulated_rank(name: str) -> str:
+    return name.rpartition(":")[0] if name.startswith("simulation") else ""

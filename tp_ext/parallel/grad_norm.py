@@ -101,7 +101,9 @@ def norm_of_rows(
     """
     if max_norm is not None:
         max_norm = _checked_max(max_norm)
-    groups = axes_of_groups(group for _, layout, _ in rows for _, group in layout)
+    # In one order of axes, whatever the order of a rank's rows: a sum over two axes is of sums over the first one
+    of_rows = {group.name: group for _, layout, _ in rows for _, group in layout}
+    groups = axes_of_groups(sorted(of_rows.values(), key=lambda group: [rank - group.ranks[0] for rank in group.ranks]))
     _refuse_tangents(rows)
     exact = _norm(rows, float(norm_type), groups, (), set(), foreach)
     if max_norm is None:
