@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,6 +71,40 @@ def call_on_all_ranks(process_group: ProcessGroup | None, act: Callable[[], T]) 
     results: list[T] = []
     call_and_gather(process_group, lambda: results.append(act()))
     return results[0]
+
+
+def check_same_names(
+    argument: str, names: Sequence[str], groups: Iterable[ProcessGroup], problem: Exception | None = None
+) -> None:
+    """Raises on all ranks of the groups if a rank has a ``problem``, or if ``argument`` names other layers on it.
+
+    Communicates: one all-gather of objects over each group.
+    """
+    for group in groups:
+        if dist.get_backend(group) == "fake":  # a group of one process
+            continue
+        # Every rank goes through all its groups, by which the error of one reaches all that share a group with it
+        try:
+            of_ranks = call_and_gather(group, lambda raised=problem: _names_or_raise(names, raised))  # type: ignore[misc]
+        except Exception as error:
+            problem = error
+            continue
+        for name in dict.fromkeys(itertools.chain(*of_ranks)):
+            ranks = [rank for rank, listed in enumerate(of_ranks) if name in listed]
+            if len(ranks) < len(of_ranks):
+                problem = ValueError(
+                    f"{argument}: must name the same layers on all ranks, and {name!r} is named on ranks {ranks} alone "
+                    f"of the {len(of_ranks)} ranks of the group"
+                )
+                break
+    if problem is not None:
+        raise problem
+
+
+def _names_or_raise(names: Sequence[str], problem: Exception | None) -> Sequence[str]:
+    if problem is not None:
+        raise problem
+    return names
 
 
 def call_and_combine(

@@ -1,11 +1,12 @@
 """Training in 8-bit floating point: conversion of a model's linears."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_ext.low_precision.quantize import linears
+from tp_ext._object_collectives import check_same_names
+from tp_ext.low_precision.quantize import groups_of, linears
 from tp_ext.model.fused_paths import refuse_fused_paths
 from tp_ext.nn.float8 import DTYPES, Float8, Float8Linear
 from tp_ext.nn.moe.experts import ParallelExperts
@@ -34,14 +35,15 @@ def float8(model: nn.Module, recipe: Float8 | None = None, filter: Filter | None
         The names of the layers, in the order of ``named_modules()``; ``""``: the model itself. ``layer.float8`` is the
         recipe of each.
 
-    Communicates: nothing. A layer then adds a max-reduce of scales to forward and backward where ranks share what a
-    scale is of; gathers of sequence parallelism move 8 bits.
+    Communicates: an all-gather of objects over each group of the layers. A layer then adds a max-reduce of scales to
+    forward and backward where ranks share what a scale is of; gathers of sequence parallelism move 8 bits.
 
     Raises:
         TypeError: no module, no recipe. ValueError, nothing has changed then: no layer to convert; a layer that is
             converted or quantised already, is on two axes, was built in :func:`tp_ext.tp_invariant` or with
             ``grad_accumulation_fusion``; a weight in fp64 or sharded by FSDP2; an ``nn.Linear`` that a plan of
-            :mod:`tp_ext.auto` with ``sequence_parallel`` leaves whole, whose scales would be those of a rank's tokens.
+            :mod:`tp_ext.auto` with ``sequence_parallel`` leaves whole, whose scales would be those of a rank's tokens;
+            a ``filter`` that chooses other layers on another rank, on all ranks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
@@ -53,25 +55,38 @@ def float8(model: nn.Module, recipe: Float8 | None = None, filter: Filter | None
         if isinstance(param, DTensor):
             raise ValueError(f"{name}: a DTensor must not be converted to float8; convert before FSDP2")
     candidates = linears(model)
-    chosen = {
-        name: module
-        for name, module in model.named_modules()
-        if (name in candidates or isinstance(module, ParallelExperts)) and (filter is None or filter(name, module))
-    }
-    if not chosen:
-        raise ValueError("model: must have a linear to convert to float8")
-    shards_tokens = any(getattr(module, "tp_tokens", None) is not None for module in model.modules())
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, ParallelExperts)}
+    chosen: dict[str, nn.Module] = {}
+    problem: Exception | None = None
+    try:
+        chosen = _chosen(model, candidates.keys() | experts.keys(), recipe, filter)
+    except Exception as error:  # of the caller's filter, too
+        problem = error
     # All are checked before one is converted
-    for name, layer in chosen.items():
-        _check(name or "model", layer, recipe)
-        if shards_tokens and isinstance(layer, nn.Linear):
-            raise ValueError(f"{name}: must be left out by filter: it is whole, and has the tokens of one rank alone")
+    check_same_names("filter", list(chosen), groups_of([*candidates.values(), *experts.values()]), problem)
     refuse_fused_paths(model, list(chosen))
     for layer in chosen.values():
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
         layer.float8 = recipe
     return list(chosen)
+
+
+def _chosen(model: nn.Module, names: Set[str], recipe: Float8, filter: Filter | None) -> dict[str, nn.Module]:
+    """Returns the layers to convert, in the order of the model; see :func:`float8`."""
+    chosen = {
+        name: module
+        for name, module in model.named_modules()
+        if name in names and (filter is None or filter(name, module))
+    }
+    if not chosen:
+        raise ValueError("model: must have a linear to convert to float8")
+    shards_tokens = any(getattr(module, "tp_tokens", None) is not None for module in model.modules())
+    for name, layer in chosen.items():
+        _check(name or "model", layer, recipe)
+        if shards_tokens and isinstance(layer, nn.Linear):
+            raise ValueError(f"{name}: must be left out by filter: it is whole, and has the tokens of one rank alone")
+    return chosen
 
 
 def _check(name: str, layer: nn.Module, recipe: Float8) -> None:

@@ -1,7 +1,6 @@
 """Quantisation of the frozen weights of a model's linears."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext._checks import check_int
-from tp_ext._object_collectives import call_on_all_ranks
+from tp_ext._object_collectives import check_same_names
 from tp_ext.group import process_group
 from tp_ext.model.fused_paths import refuse_fused_paths
 from tp_ext.model.layouts import refuse_computed, refuse_wrapped
+from tp_ext.model.module import ParallelModule
 from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.lora import LoRALinear
 from tp_ext.nn.low_bits import LowBits, QuantizedLinear
@@ -59,33 +59,28 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
         TypeError: ``model`` is no module. ValueError, on all ranks of a group, nothing has changed then: no layer to
             convert; ``block`` is odd or does not divide; a weight of another dtype than fp32, bf16 or fp16, sharded by
             FSDP2, on meta, computed (``weight_norm``, pruning), or with a NaN or an Inf; DDP inside; a layer that is
-            quantised or in float8 already, is on two axes, or was built in :func:`tp_ext.tp_invariant`.
+            quantised or in float8 already, is on two axes, or was built in :func:`tp_ext.tp_invariant`; a ``filter``
+            that chooses other layers on another rank.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
     check_low_bits(weights, block)
     refuse_wrapped(model, "quantise")
-    chosen = {name: layer for name, layer in linears(model).items() if filter is None or filter(name, layer)}
-    parallel = [layer for layer in chosen.values() if isinstance(layer, ParallelLinear)]
-    groups = dict.fromkeys(layer.tp_group for layer in parallel if layer.tp_group.size > 1)
+    candidates = linears(model)
     problem: Exception | None = None
+    chosen: dict[str, nn.Module] = {}
     forms: dict[str, tuple[LowBits, Tensor]] = {}
     try:
+        chosen = {name: layer for name, layer in candidates.items() if filter is None or filter(name, layer)}
         if not chosen:
             raise ValueError("model: must have a linear to quantise")
         for name, layer in chosen.items():
             form, weight = form_of(name, layer, weights, block), layer.weight
             assert isinstance(weight, Tensor)
             forms[name] = form, largest_of(form, weight, f"{name or 'model'}.weight")
-    except ValueError as error:
+    except Exception as error:  # of the caller's filter, too
         problem = error
-    for group in groups:
-        # Every rank goes through all its groups, by which the error of one reaches all that share a group with it
-        try:
-            call_on_all_ranks(process_group(group.name), partial(_raise, problem))
-        except ValueError as error:
-            problem = error
-    _raise(problem)
+    check_same_names("filter", list(chosen), groups_of(candidates.values()), problem)
     for name, layer in chosen.items():
         form, largest = forms[name]
         put(layer, form, largest)
@@ -93,9 +88,11 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     return list(chosen)
 
 
-def _raise(problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem
+def groups_of(layers: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """Returns the groups of layers. Those of all that could be chosen: a rank that chooses none must meet the others,
+    too."""
+    groups = [layer.tp_group for layer in layers if isinstance(layer, ParallelModule)]
+    return [process_group(name) for name in dict.fromkeys(group.name for group in groups if group.size > 1)]
 
 
 def check_low_bits(weights: str, block: int) -> None:

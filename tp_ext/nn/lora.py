@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext._checks import check_int, check_number, check_probability
+from tp_ext._object_collectives import check_same_names
+from tp_ext.group import process_group
 from tp_ext.model.layouts import refuse_computed, refuse_wrapped
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
@@ -234,8 +236,9 @@ def add_lora(
     Returns:
         The names of the layers.
 
-    Communicates nothing. Raises:
-        ValueError: a pattern that names no such layer; DDP or FSDP2 have the model already; see :class:`LoRALinear`.
+    Communicates an all-gather of objects over each group of the model's column and row linears. Raises:
+        ValueError: a pattern that names no such layer; DDP or FSDP2 have the model already; other layers on another
+            rank, on all ranks; and see :class:`LoRALinear`.
     """
     refuse_wrapped(model, "add adapters")
     patterns = [targets] if isinstance(targets, str) else list(targets)
@@ -244,14 +247,19 @@ def add_lora(
         for name, module in model.named_modules(remove_duplicate=False)
         if name and isinstance(module, _BASES) and any(_matches(name, pattern) for pattern in patterns)
     ]
+    linears = {name: module for name, module in model.named_modules() if name and isinstance(module, _BASES)}
+    groups = dict.fromkeys(linear.tp_group.name for linear in linears.values() if linear.tp_group.size > 1)
     # A misspelled pattern would leave its layers without an adapter, and frozen
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in chosen):
-            linears = {name.rpartition(".")[2] for name, m in model.named_modules() if name and isinstance(m, _BASES)}
-            raise ValueError(
-                f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; "
-                f"it has {sorted(linears)}"
-            )
+    unknown = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in chosen)]
+    problem = (
+        ValueError(
+            f"targets: {unknown[0]!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; it has "
+            f"{sorted({name.rpartition('.')[2] for name in linears})}"
+        )
+        if unknown
+        else None
+    )
+    check_same_names("targets", chosen, map(process_group, groups), problem)
     for name in chosen:
         _refuse_blocks(name, model.get_submodule(name))  # before one is replaced
     if freeze:
