@@ -110,12 +110,9 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
         # What has another shape than was saved has been put into the state dict since
         place = found_place(value) or (TensorPlace(*saved) if value.shape == shape else None)
         if place is None:
-            full = layout.full_shape(live.shape)
-            if value.shape == full != live.shape:
-                raise RuntimeError(
-                    f"state_dict: {key!r} has shape {tuple(full)}, that of the unsharded model, and must have that of "
-                    f"this rank's shard, {tuple(live.shape)}: take tp_ext.load_full_state_dict"
-                )
+            loaded = _of_dense(key, value, live, layout, "tp_ext.load_full_state_dict")
+            if loaded is not value:
+                changed[key] = loaded
         elif (loaded := _checked(key, value, place, live, layout)) is not value:
             changed[key] = loaded
     if not changed:
@@ -125,6 +122,22 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
     result.update(changed)
     result._metadata = metadata  # type: ignore[attr-defined]
     return result
+
+
+def _of_dense(key: str, value: Tensor, live: Tensor, layout: Layout, instead: str) -> Tensor:
+    """Returns an entry that may be that of the unsharded model; raises RuntimeError if it is.
+
+    The rank whose shard is the whole cannot see whether it is. So all ranks load it, if there is such a rank."""
+    full = layout.full_shape(live.shape)
+    if value.shape == live.shape or value.shape != full:
+        return value
+    on_one_rank = all(sharding.size in sharding.local_sizes(group.size) for sharding, group in layout)
+    if on_one_rank and not isinstance(live, DTensor):
+        return layout.shard(value)
+    raise RuntimeError(
+        f"state_dict: {key!r} has shape {tuple(full)}, that of the unsharded model, and must have that of this rank's "
+        f"shard, {tuple(live.shape)}: take {instead}"
+    )
 
 
 def _checked(key: str, value: Tensor, saved: TensorPlace, live: Tensor, layout: Layout) -> Tensor:
@@ -187,6 +200,7 @@ def optimizer_load_state_dict(original: Original, self: Optimizer, state_dict: A
 def _own_state(key: str, value: Any, param: Tensor, layout: Layout) -> Any:
     place = found_place(value)
     if place is None:
-        return value
+        is_tensor = isinstance(value, Tensor) and value.dim() > 0
+        return _of_dense(key, value, param, layout, "tp_ext.load_full_optimizer_state_dict") if is_tensor else value
     loaded = _checked(key, value, place, param.detach(), layout)
     return loaded if isinstance(loaded, DTensor) else loaded.detach()  # the optimizer's own tensors carry no place
