@@ -21,13 +21,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from tp_ext._object_collectives import all_gather_objects
 from tp_ext.checkpoint.full import full_state_dict, load_full_state_dict
 from tp_ext.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from tp_ext.checkpoint.gather import ranks_of
 from tp_ext.checkpoint.optimizer_state import HeldState
 from tp_ext.model.census import census
 from tp_ext.outside.live_shards import live_shards, memory_of
-from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, put_place
+from tp_ext.outside.places import UNKNOWN, found_place, held_by, is_placed, local_of, put_place
 from tp_ext.outside.state_dicts import has_place, layouts_in_use
 
 Original = Callable[..., Any]
@@ -74,10 +77,44 @@ def load_model(original: Original, model: nn.Module, state_dict: Any, info: Any)
     has_state = state_dict or info.broadcast_from_rank0
     if not (info.handle_model and info.full_state_dict and has_state and has_shards(model)):
         return original(model, state_dict, info)
+    if info.broadcast_from_rank0:
+        state_dict = _on_first_ranks(model, state_dict)
     load_full_state_dict(model, state_dict, strict=info.strict, broadcast_from_rank0=info.broadcast_from_rank0)
     names = census(model).state().keys()
     keys = dict(state_dict).keys() or names  # those of rank 0 are not known on the others
     return _IncompatibleKeys([name for name in names if name not in keys], [key for key in keys if key not in names])
+
+
+def _on_first_ranks(model: nn.Module, state: Any) -> Any:
+    """Returns rank 0's state on the first rank of each replica of the model: torch broadcasts over all ranks of the
+    job, and of replicas that no wrapper or mesh shows our functions know nothing.
+
+    Communicates, if the model is on fewer ranks than the job has: an all-gather of objects over all ranks, which make a
+    group of the first ranks; over it a broadcast of each tensor.
+    """
+    ranks = ranks_of(census(model))
+    if not dist.is_initialized() or math.prod(axis.size() for axis in ranks.axes) == dist.get_world_size():
+        return state
+    flags = all_gather_objects(ranks.first, dist.group.WORLD)
+    group = dist.new_group([rank for rank, first in enumerate(flags) if first])
+    if not ranks.first:
+        return {}
+    own = dist.get_rank() == 0
+    tree = [tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), dict(state)) if own else None]
+    dist.broadcast_object_list(tree, group=group, group_src=0)
+    values = iter(tree_leaves(dict(state)) if own else ())
+
+    def receive(x: Any) -> Any:
+        value = next(values, None)
+        if not isinstance(x, Tensor):
+            return x
+        sent = value.detach().to(ranks.device).contiguous() if own else torch.empty_like(x, device=ranks.device)
+        dist.broadcast(sent, group=group, group_src=0)
+        return value if own else sent.cpu()  # one tensor at a time is on the device
+
+    received = tree_map(receive, tree[0])
+    dist.destroy_process_group(group)
+    return received
 
 
 @contextlib.contextmanager
@@ -141,6 +178,8 @@ def load_optimizers(
     with _layouts_known(model, optimizers):
         if not info.full_state_dict:
             return original(model, optimizers, state_dict, info)
+    if info.broadcast_from_rank0:
+        state_dict = _on_first_ranks(model, state_dict)
     for optimizer in optimizers:
         # One state dict may be that of several optimizers: each is given its own parameters
         state = state_dict
@@ -215,7 +254,8 @@ def _check_places(state_dict: Mapping[str, Any], name: str, instead: str) -> Non
     for key, value in state_dict.items():
         place = found_place(value)
         # A live parameter, as of named_parameters(): it was in no state dict, which would have given it a place
-        if place is None and isinstance(value, Tensor) and memory_of(value) in live:
+        # Of one without elements other ranks know; DCP raises on all what one of them does
+        if place is None and isinstance(value, Tensor) and local_of(value).numel() and memory_of(value) in live:
             raise RuntimeError(
                 f"state_dict: {key!r} is a parameter of a layer, of which this rank has a shard, and {name} would take "
                 f"it for the whole tensor: take the values of model.state_dict(), or {instead}"
