@@ -75,3 +75,14 @@ def _applied(group: Any) -> None:
 
 def test_apply_replaces_them() -> None:
     run(_applied, 2)
+
+
+def _verified(group):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    auto.apply(auto.plan(model, (x,), 2), model, group, verify=True, example=(x,))
+
+
+def test_verify_of_a_norm_at_the_end():
+    """The mean of the squares of a norm's result is the same whatever comes in: its gradients are rounding."""
+    simulated.run(_verified, 2)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.auto.architectures import build
-from tests.auto.compare import BOUND, compare_model, only_doubles
+from tests.auto.compare import BOUND, compare_model, loss_or_squares, only_doubles
 from tests.auto.test_execute import close
 from tests.auto.test_planner import EXAMPLE, Model
 from tests.helpers.ranks import run_raises
@@ -389,7 +389,7 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
     for length in (5, 1) if name == "own" else (5,):  # one token stays whole; transformers' loss is of the next one
         given = inputs if length == 5 else _inputs(length)
         with tp_ext.debug.count_collectives() as counts:
-            losses = [auto.check_applied.loss_or_squares(model(**given)) for model in (dense, sharded)]
+            losses = [loss_or_squares(model(**given)) for model in (dense, sharded)]
         assert ("reduce_scatter" in counts.by_kind()) == (length > 1)
         torch.testing.assert_close(*losses, **close)
         for loss in losses:
@@ -397,8 +397,8 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
     _same_gradients(dense, sharded)
     tp_ext.merge_lora(sharded)
     torch.testing.assert_close(
-        auto.check_applied.loss_or_squares(sharded(**inputs)),
-        auto.check_applied.loss_or_squares(dense(**inputs)),
+        loss_or_squares(sharded(**inputs)),
+        loss_or_squares(dense(**inputs)),
         **close,
     )
 

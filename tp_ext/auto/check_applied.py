@@ -45,18 +45,21 @@ def reference_of(plan: Plan, model: nn.Module) -> nn.Module:
     return reference
 
 
-def loss_or_squares(output: Any) -> Tensor:
-    """The loss of a model's output, or the mean of the squares of its first floating-point tensor."""
+def loss_or_projection(output: Any) -> tuple[Tensor, float]:
+    """The loss of a model's output, or the sum of its floating-point tensors times fixed random numbers, in fp64; and
+    the size to which an error is relative. Of a mean of squares after a norm no gradient is more than rounding."""
     loss = getattr(output, "loss", None)
+    loss = output if isinstance(output, Tensor) and output.dim() == 0 else loss
     if isinstance(loss, Tensor):
-        return loss
-    if isinstance(output, Tensor) and output.dim() == 0:
-        return output
-    first = next((t for _, t in tensors(output) if t.is_floating_point()), None)
-    if first is None:
+        return loss, abs(loss.item())
+    generator, terms = torch.Generator().manual_seed(0), []
+    for _, t in tensors(output):
+        if t.is_floating_point():
+            terms.append(t.double() * torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device))
+    if not terms:
         raise ValueError("verify: True needs an output with a tensor of floating-point numbers, which the model lacks")
-    # In fp32: squares overflow in fp16, and their mean is rounded in bf16
-    return first.float().pow(2).mean() if first.dtype in (torch.float16, torch.bfloat16) else first.pow(2).mean()
+    size = max((term.detach().norm().item() for term in terms), default=0.0)  # a sum of signs may be near zero
+    return torch.stack([term.sum() for term in terms]).sum(), size
 
 
 def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Group) -> None:
@@ -70,9 +73,9 @@ def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Gr
     losses = []
     for each in (reference, model):
         with torch.random.fork_rng(devices):  # the same masks in both, and no draw outside
-            losses.append(loss_or_squares(each(*args, **kwargs)))
-            losses[-1].backward()
-    wanted, loss = losses
+            losses.append(loss_or_projection(each(*args, **kwargs)))
+            losses[-1][0].backward()
+    (wanted, size), (loss, _) = losses
     tolerance = TOLERANCES.get(next(p.dtype for p in reference.parameters() if p.is_floating_point()), 5e-2)
     shards = dict(model.named_parameters())
     layouts = {
@@ -84,7 +87,7 @@ def compare_with(model: nn.Module, reference: nn.Module, example: Any, group: Gr
         (p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None and p.grad.numel()),
         default=0.0,
     )
-    worst = abs(loss.item() - wanted.item()) / max(abs(wanted.item()), 1e-6), "the loss"
+    worst = abs(loss.item() - wanted.item()) / max(size, 1e-6), "the loss"
     for name, full in reference.named_parameters():
         gradient = shards[name].grad
         # A gradient that one of the two lacks is an error of its own kind: it has no value to compare

@@ -57,7 +57,7 @@ def accept(optimizer: Optimizer) -> Optimizer:
 
 def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
     """Returns the name of the optimizer's class if its updates look beyond an element; empty if they do not. Ours
-    compute with full matrices. An optimizer that cannot be run by itself is known by the names of its classes."""
+    compute with full matrices. One that cannot be run by itself looks beyond, except for torch's with other names."""
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer]
     if any(kind.__module__.startswith("tp_ext.") for kind in kinds):
         return ""
@@ -66,7 +66,12 @@ def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
     if elementwise and named:  # some look beyond an element in every tenth step alone
         elementwise = runs_elementwise(optimizer, 100, with_closure)
     if elementwise is None:
-        return named
+        inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+        if inner and not named:  # a wrapper computes what it wraps
+            return next(filter(None, (beyond_elements(wrapped, with_closure) for wrapped in inner)), "")
+        # Those of torch that look beyond an element have names that are known
+        unknown = not named and not type(optimizer).__module__.startswith("torch.")
+        return f"{type(optimizer).__name__}, which cannot be tried on small tensors," if unknown else named
     return "" if elementwise else type(optimizer).__name__
 
 
