@@ -85,4 +85,4 @@ def _verified(group):
 
 def test_verify_of_a_norm_at_the_end():
     """The mean of the squares of a norm's result is the same whatever comes in: its gradients are rounding."""
-    simulated.run(_verified, 2)
+    run(_verified, 2)

@@ -68,7 +68,7 @@ def float8(model: nn.Module, recipe: Float8 | None = None, filter: Filter | None
     for layer in chosen.values():
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
-        layer.float8 = recipe
+        setattr(layer, "float8", recipe)  # noqa: B010, modules declare tensors and modules alone
     return list(chosen)
 
 

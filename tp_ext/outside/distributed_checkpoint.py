@@ -96,16 +96,16 @@ def _on_first_ranks(model: nn.Module, state: Any) -> Any:
     if not dist.is_initialized() or math.prod(axis.size() for axis in ranks.axes) == dist.get_world_size():
         return state
     flags = all_gather_objects(ranks.first, dist.group.WORLD)
-    group = dist.new_group([rank for rank, first in enumerate(flags) if first])
+    group: Any = dist.new_group([rank for rank, first in enumerate(flags) if first])
     if not ranks.first:
         return {}
     own = dist.get_rank() == 0
     tree = [tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), dict(state)) if own else None]
     dist.broadcast_object_list(tree, group=group, group_src=0)
-    values = iter(tree_leaves(dict(state)) if own else ())
+    values: Iterator[Any] = iter(tree_leaves(dict(state)) if own else ())
 
     def receive(x: Any) -> Any:
-        value = next(values, None)
+        value: Any = next(values, None)
         if not isinstance(x, Tensor):
             return x
         sent = value.detach().to(ranks.device).contiguous() if own else torch.empty_like(x, device=ranks.device)
