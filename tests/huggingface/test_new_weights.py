@@ -99,6 +99,14 @@ def _as_integers(path):
     save_file({**tensors, Q: tensors[Q].int()}, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def _as_fp8(path, scales):
+    """Block FP8 as it is published, without quantization_config."""
+    tensors = load_file(path / "model.safetensors")
+    others = {f"{Q}_scale_inv": torch.ones(1, 1)} if scales else {}
+    tensors = {**tensors, Q: tensors[Q].to(torch.float8_e4m3fn), **others}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def _as_pickle(path):
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     (path / "model.safetensors").unlink()
@@ -107,6 +115,10 @@ def _as_pickle(path):
 
 WRONG = {
     "integers": (_as_integers, ValueError, rf"integers.: .{Q}. has dtype torch.int32 and must be of the kind"),
+    "FP8": (lambda path: _as_fp8(path, True), ValueError, f"{Q}_scale_inv' is a part of a quantised weight"),
+    "FP8 without scales": (
+        lambda path: _as_fp8(path, False), ValueError, f"{Q}' has dtype torch.float8_e4m3fn and must be of the kind",
+    ),
     "a pickle": (
         _as_pickle, FileNotFoundError, r"it has \['pytorch_model.bin'\], which are not read: load them by transf"),
 }  # fmt: skip
