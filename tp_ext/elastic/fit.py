@@ -25,6 +25,9 @@ class Fit:
     Two parts: one of the model and the optimizer's groups, which a replica that joins must have; and the options of the
     groups, which it gets.
 
+    Attributes:
+        number: of all of it; that of all replicas if they fit.
+
     Args:
         replica: the id of the replica.
         schedulers: objects whose states a replica that joins gets.
@@ -48,6 +51,7 @@ class Fit:
         self._model: Fields = {}
         self._options: Fields = {}
         self._published: dict[str, str] = {}
+        self.number = 0
 
     def publish(self) -> None:
         """Describes this rank anew, and writes to the store what has changed.
@@ -55,18 +59,20 @@ class Fit:
         Raises:
             ValueError: the optimizer has a parameter that is not the model's.
         """
+        changed = []
         if (key := self._key_of_model()) != self._key:
             self._model, self._key = self._model_now(), key
-        self._options = options_of(self._optimizer)
-        for what, part in (("model", self._model), ("options", self._options)):
-            if self._published.get(what) != (text := json.dumps(part)):
-                self._board.set(f"{what}/{self._id}/{self._rank}", text)
-                self._published[what] = text
-
-    @property
-    def number(self) -> int:
-        """A number of 48 bits, which an fp64 holds; that of all replicas if they fit."""
-        return int.from_bytes(hashlib.sha256(json.dumps(self._published).encode()).digest()[:6], "big")
+            changed.append(("model", self._model))
+        if (options := options_of(self._optimizer)) != self._options:
+            self._options = options
+            changed.append(("options", options))
+        for what, part in changed:
+            self._published[what] = json.dumps(part)
+            self._board.set(f"{what}/{self._id}/{self._rank}", self._published[what])
+        if changed:
+            digest = hashlib.sha256(json.dumps(self._published, sort_keys=True).encode()).digest()
+            # 48 bits, which an fp64 holds
+            self.number = int.from_bytes(digest[:6], "big")
 
     def family(self, ranks: int) -> str:
         """Returns a word that all replicas have whose ranks describe the same model."""
