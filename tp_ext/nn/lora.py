@@ -86,7 +86,6 @@ class LoRALinear(ParallelModule):
             )
         if base.on_two_axes:
             raise ValueError("base: must not have a weight_group or activations='hidden'")
-        _refuse_blocks("base", base)
         if any(getattr(hook, "is_of_input", False) for hook in base._forward_pre_hooks.values()):
             raise ValueError(
                 "base: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter"
@@ -96,6 +95,7 @@ class LoRALinear(ParallelModule):
         check_probability(dropout=dropout)
         group = base.tp_group.name or None
         super().__init__(group, sequence_parallel=base.sequence_parallel)
+        _refuse_blocks("base", base)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.r, self.scaling, self.dropout, self.merged = r, alpha / r, dropout, False
         self.base_layer = base.requires_grad_(False)

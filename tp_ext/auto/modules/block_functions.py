@@ -281,4 +281,4 @@ def generating(model: nn.Module) -> Iterator[None]:
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Returns what the ``generate`` of the model's class does, in :func:`generating`."""
     with generating(model):
-        return type(model).generate(model, *args, **kwargs)  # type: ignore[operator]
+        return type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
