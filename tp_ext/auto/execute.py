@@ -18,7 +18,7 @@ from tp_ext.auto.guard import Guard, structure_of
 from tp_ext.auto.module_state import Baseline
 from tp_ext.auto.modules.block_functions import register_functions
 from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
-from tp_ext.auto.modules.call_edits import EndCall, GatherOutputs
+from tp_ext.auto.modules.call_edits import GatherOutputs, RestoreBoundaries
 from tp_ext.auto.modules.copied import HOOKS, before_edits, keep_edits
 from tp_ext.auto.modules.direct_calls import convert_direct_calls, run_hooks_in_forward
 from tp_ext.auto.modules.hooks import (
@@ -75,7 +75,7 @@ def apply_quietly(
         if structure is not None:
             guard = Guard(plan, structure, apply_quietly, parallel, Baseline.of(model))
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
-            model.register_forward_hook(EndCall(), always_call=True)
+            model.register_forward_hook(RestoreBoundaries(), always_call=True)
             run_hooks_in_forward(model)
         if parallel.size > 1 and hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]

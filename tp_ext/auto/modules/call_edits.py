@@ -66,7 +66,7 @@ class GatherOutputs:
 
 
 @dataclass
-class EndCall:
+class RestoreBoundaries:
     """The forward hook that ends a call, also after an exception."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
