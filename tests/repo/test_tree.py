@@ -410,23 +410,23 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 4070,  # one check of paths, ranks of a group
+    "": 4400,  # one check of paths, ranks of a group, whose random generator counts
     "_ops": 1650,  # float8, products of few tokens with few bits, all-reduce and norm
-    "auto": 11750,  # conversions of direct calls, numbers read of parameters, blocks of tp_invariant
-    "checkpoint": 4770,
-    "debug": 2200,  # one digest of a model, rules of tp_invariant and float8
-    "elastic": 1000,
-    "huggingface": 2000,  # weights that are quantised as they are read
+    "auto": 13950,  # direct calls, blocks of tp_invariant, what a call and a copy are proven for, what code keeps
+    "checkpoint": 5050,  # readers of files of others
+    "debug": 2650,  # one digest of a model, rules of tp_invariant and float8, the order of collectives
+    "elastic": 1450,  # what must be equal in all replicas
+    "huggingface": 2050,  # weights that are quantised as they are read
     "lightning": 350,
     "low_precision": 900,  # float8
     "mesh_program": 1150,
-    "model": 1800,  # reasons at branches
-    "nn": 6900,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
+    "model": 1970,  # reasons at branches, parameters that a handle knows, attributes of parameters
+    "nn": 7000,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
     "optim": 1150,
-    "outside": 1900,
-    "parallel": 4000,  # trees of microbatches
+    "outside": 2150,  # trials of optimizers in blocks, ranks whose shards are empty
+    "parallel": 4050,  # trees of microbatches
     "planner": 3650,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
-    "refit": 1500,  # rows that go without a copy, models that are read again when they changed
+    "refit": 1650,  # rows that go without a copy, models that have changed, states that a target needs
     "simulation": 850,
     "verify": 1600,  # reasons at branches
 }

@@ -385,16 +385,16 @@ def _reference(
     """Runs the unsharded model in all modes; returns the runs that it accepts, and their results.
 
     Raises:
-        UnprovenError: it accepts no run of training, or none of its example. DifferentValuesError: it does without the
+        UnprovenError: it accepts no run of training. DifferentValuesError: it does without the
             layers and masks of ``whole``.
     """
     modes = [(training, backward) for training in (True, False) for backward in (True, False)[not gradients :]]
     runs = [Run(call, *mode) for _, call in calls for mode in modes]
     try:
-        return _accepted(reduced, runs, calls[0][1], lambda model, group: apply(whole, model, group))
+        return _accepted(reduced, runs, lambda model, group: apply(whole, model, group))
     except UnprovenError as error:
         try:
-            _accepted(reduced, runs, calls[0][1], lambda model, group: model)
+            _accepted(reduced, runs, lambda model, group: model)
         except UnprovenError:
             raise error from None
         # The model runs, but not with layers of this package
@@ -402,7 +402,7 @@ def _reference(
 
 
 def _accepted(
-    reduced: nn.Module, runs: list[Run], example: Any, prepare: Callable[[nn.Module, Any], object]
+    reduced: nn.Module, runs: list[Run], prepare: Callable[[nn.Module, Any], object]
 ) -> tuple[list[Run], list[RunResults]]:
     """Runs a model on one rank, without the runs that it does not accept; returns the others and their results.
 
@@ -421,12 +421,7 @@ def _accepted(
         return results, None
 
     with_gradients = any(run.backward for run in runs)
-
-    def is_enough() -> bool:
-        trains = any(run.training and run.backward == with_gradients for run in runs)
-        return trains and any(run.call is example for run in runs)
-
-    while is_enough():
+    while any(run.training and run.backward == with_gradients for run in runs):
         try:
             results, error = simulate(run_all, 1)[0]
         except RuntimeError as refused:  # by `prepare`
