@@ -147,7 +147,7 @@ def test_only_benchmarks_import_tests():
 
 
 def test_only_the_package_is_imported_by_the_package():
-    allowed = {"torch", "safetensors", "numpy", "tp_ext"}  # what a wheel requires
+    allowed = {"torch", "safetensors", "numpy", "tqdm", "tp_ext"}  # what a wheel requires
     optional = {  # imported when they are used, by name
         "debug/type_rules.py": {"spmd_types"},
         "debug/expert_type_rules.py": {"spmd_types"},

@@ -114,7 +114,7 @@ def _kind(value: Any, values: list[Any], opaque: list[str], lengths: bool = True
 
 
 @dataclass
-class Known:
+class ProvenCall:
     """A call that is proven: the kinds and state with the numbers of which its flow was recorded, and what it does
     otherwise than the example at the boundaries of the model."""
 
@@ -143,7 +143,7 @@ class Guard:
     group: ParallelGroup
     base: Baseline
     seen: dict[Any, CallEdits | None] = field(default_factory=dict)
-    flows: dict[Any, list[Known]] = field(default_factory=dict)
+    flows: dict[Any, list[ProvenCall]] = field(default_factory=dict)
     regions: dict[Any, list[tuple[Callable[[Sequence[Any]], bool], CallEdits | None]]] = field(default_factory=dict)
     records: collections.Counter[Any] = field(default_factory=collections.Counter)
     modes: set[tuple[bool, ...]] = field(default_factory=set)
@@ -302,7 +302,7 @@ class Guard:
             edits = self.prove(example, changes) if known is None else known.edits
             if flow is None:
                 return edits
-            proven = Known(flow.sizes, fixed, torch.is_grad_enabled(), edits)
+            proven = ProvenCall(flow.sizes, fixed, torch.is_grad_enabled(), edits)
             self.flows.setdefault((flow.calls, hidden), []).append(proven)
             self.records[group] += 1
             if self.records[group] > FEW_RECORDS and not in_part:
@@ -336,9 +336,9 @@ class Guard:
         except Exception:  # of any type: each call is proven then
             return
         fixed = kinds, values_without_lengths(example if named is None else named), ()
-        self.flows.setdefault((flow.calls, ()), []).append(Known(flow.sizes, fixed, with_gradients=True))
+        self.flows.setdefault((flow.calls, ()), []).append(ProvenCall(flow.sizes, fixed, with_gradients=True))
 
-    def known(self, flow: CallFlow, hidden: Any, fixed: Any) -> Known | None:
+    def known(self, flow: CallFlow, hidden: Any, fixed: Any) -> ProvenCall | None:
         """Returns the proven call whose flow is this: with the same integers, or with others since only lengths
         differ."""
         with_gradients = torch.is_grad_enabled()

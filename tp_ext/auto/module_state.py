@@ -1,9 +1,9 @@
 """What code of a model reads apart from its arguments: attributes of its modules, what these refer to, their modes,
 modules and hooks, class attributes, globals and variables of closures.
 
-[Note: the state of modules is looked at in each call] Thousands of attributes cannot be walked in Python each time. So
-a :class:`StateWatch` holds what every place had when it was walked last, and compares by identity, in C. Only where
-that differs the places are described by texts, and compared with those at ``apply``."""
+See [Note: the state of modules is looked at in each call]: thousands of attributes cannot be walked in Python each
+time. So a :class:`StateWatch` holds what every place had when it was walked last, and compares by identity, in C. Only
+where that differs the places are described by texts, and compared with those at ``apply``."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto import progress
 from tp_ext.auto.argument_checks import check_example, check_is_no_layer, check_plan_options, check_planned_model
 from tp_ext.auto.check_applied import WHOLE_BY_HINT
 from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
+from tp_ext.auto.record import progress
 from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import PlanOptions, check_hints, hint_of

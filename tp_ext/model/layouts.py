@@ -1,6 +1,5 @@
 """The table of layouts of a module: local parameter name -> :class:`Layout`."""
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -88,18 +87,6 @@ def carry_attributes(new: Tensor, old: Tensor, layout: Layout) -> None:
         new.__dict__[name] = layout.shard(value) if is_elementwise else value
     if old.is_leaf and old.grad is not None:
         new.grad = layout.shard(old.grad).clone()
-
-
-@contextlib.contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Gives the parameters that a model has afterwards the attributes that users have put on those of these names;
-    ``to_empty`` and FSDP2 make new ones. Tensors are left out, which may have the former shape."""
-    attributes = {name: dict(param.__dict__) for name, param in model.named_parameters()}
-    yield
-    for name, param in model.named_parameters():
-        for attribute, value in attributes.get(name, {}).items():
-            if not isinstance(value, Tensor) and attribute not in MIRRORED:
-                param.__dict__.setdefault(attribute, value)
 
 
 def refuse_computed(where: str, module: nn.Module, *names: str) -> None:

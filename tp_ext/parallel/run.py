@@ -149,6 +149,7 @@ def parallelize(
     # Before FSDP2, whose hooks are then around a block's recomputation: the selective one counts operators inside
     whole = wrap_blocks(known, recompute, compile)
     run = ParallelRun(whole, known, mesh, options)
+    run.know_parameters()
     note_parallelized(model, whole)
     return run
 
@@ -215,8 +216,6 @@ class ParallelRun:
                 device=device,
             )
             self.state: Any = self._schedule.stages
-            if sharding:
-                self._known = KnownParameters(self.state, "parallelize", sharded=True)
             # DDP's hooks would fire in every microbatch; FSDP2 sums by itself
             if replicas.exist and not sharding:
                 self._schedule.reduce_gradients = lambda: replicas.average_gradients(self.state)
@@ -227,11 +226,8 @@ class ParallelRun:
         blocks = known.blocks if model is known.model else [model]
         materialise(model, device, reset_parameters, blocks, sharding, known.experts.values())
         self.state = model
-        if sharding:
-            self._known = KnownParameters([model], "parallelize", sharded=True)
         if options.invariant_blocks is not None:
             self._tree = MicrobatchTree(model, options.invariant_blocks, *data.axes)
-            self._known = self._known or KnownParameters([model], "parallelize", hooked=True)
             return
         # A data axis of one rank is no replica. What FSDP2 shards it also sums
         if replicas.exist and not sharding:
@@ -239,7 +235,14 @@ class ParallelRun:
             if replicas.shards_experts:  # different ones on the ranks of the data axis, which DDP would overwrite
                 ignore_experts(model)
             self._ddp = DistributedDataParallel(model, process_group=replicas.whole.get_group())
-            self._known = KnownParameters([model], "parallelize", hooked=True)
+
+    def know_parameters(self) -> None:
+        """Notes the parameters of which data ranks have copies or shards: each would train others alone."""
+        sharded = self._zero > 1
+        hooked = not sharded and (self._ddp is not None or self._tree is not None)
+        if hooked or sharded:
+            stages = self.state if isinstance(self.state, list) else [self.state]
+            self._known = KnownParameters(stages, "parallelize", hooked=hooked, sharded=sharded)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters, those of its stages under a pipeline."""

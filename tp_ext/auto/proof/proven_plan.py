@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tp_ext.auto import progress
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import (
     MAX_PROVEN_RANKS,
@@ -24,6 +23,7 @@ from tp_ext.auto.proof.prove_values import (
     shortened,
 )
 from tp_ext.auto.proof.scaled_down import scaled_down
+from tp_ext.auto.record import progress
 from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import Rule

@@ -23,8 +23,8 @@ LOADED = (types.ModuleType, types.FunctionType, type)
 _ABSENT = object()
 
 
-class Places:
-    """Places in which code can keep things.
+class CodePlaces:
+    """CodePlaces in which code can keep things.
 
     Attributes:
         containers: dicts, lists and the like, and the attributes of plain objects, by id. caches: those of
@@ -40,7 +40,7 @@ class Places:
         self.classes: dict[int, type] = {}
 
 
-class Reachable(Places):
+class Reachable(CodePlaces):
     """The places that functions and the forwards of classes can reach."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -173,7 +173,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 class Notes:
     """What places hold, as it is now."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: CodePlaces) -> None:
         self.places = places
         self._contents = [(container, container.copy()) for container in places.containers.values()]
         self._values = [(space, name, _value_of(space, name)) for space, name in places.names.values()]
@@ -208,9 +208,9 @@ class Notes:
             if cache.cache_info().currsize and keeps_data(cache):
                 cache.cache_clear()
 
-    def changed(self) -> Places | None:
+    def changed(self) -> CodePlaces | None:
         """Returns the places that hold other things by now; None: there is none."""
-        other = Places()
+        other = CodePlaces()
         other.containers = {id(holder): holder for holder, contents in self._contents if not _same(holder, contents)}
         other.names = {
             (id(space), name): (space, name)

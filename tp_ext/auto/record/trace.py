@@ -60,7 +60,7 @@ class _OperatorRules(TorchDispatchMode):
         kwargs = kwargs or {}
         record = self.record
         # Such as squeeze_, which changes the shape of its argument: the rule reads the shape before it
-        before = torch.ops.aten.alias(args[0]) if torch.Tag.inplace_view in func.tags else None
+        before = args[0].detach() if torch.Tag.inplace_view in func.tags else None
         result = func(*args, **kwargs)
         # Without a rule: its result is a number, and an operator without a tensor as its result is no step
         if func._schema.name == READ and not record.paused:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tp_ext.auto.record.reachable import CONTAINERS, Notes, Places, Reachable, of_classes
+from tp_ext.auto.record.reachable import CONTAINERS, CodePlaces, Notes, Reachable, of_classes
 
 DEPTH = 4  # of containers and plain objects inside of an attribute
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
@@ -36,9 +36,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         notes.put_back()
 
 
-def places_of(model: nn.Module) -> Places:
+def places_of(model: nn.Module) -> CodePlaces:
     """Returns the containers in the modules of a model, and the places that its code can reach."""
-    places = Places()
+    places = CodePlaces()
     level = [vars(module) for module in model.modules()]
     for depth in reversed(range(DEPTH)):  # level by level: what is near to a module is taken first
         level = [inner for holder in level for inner in _containers_in(holder, places.containers, depth)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto import progress
+from tp_ext.auto.record import progress
 from tp_ext.auto.record.dims import Atom, atoms, contains, length
 from tp_ext.auto.record.edits import Copy, Draw, Output
 from tp_ext.auto.record.forwards import looks_up

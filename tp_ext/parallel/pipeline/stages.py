@@ -1,8 +1,8 @@
 """Pipelines: the stages of a model over the ranks of a pipeline, under a schedule of torch.distributed.pipelining."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
-from tp_ext.model.layouts import kept_attributes
+from tp_ext.model.layouts import MIRRORED
 from tp_ext.model.names import name_joined, reset_parameters
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
 from tp_ext.parallel.pipeline.parts import parts_of, watch_reads
@@ -243,6 +243,18 @@ def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> 
     return found
 
 
+@contextmanager
+def _kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Gives the parameters that a model has afterwards the attributes that users have put on those of these names;
+    ``to_empty`` and FSDP2 make new ones. Tensors are left out, which may have the former shape."""
+    attributes = {name: dict(param.__dict__) for name, param in model.named_parameters()}
+    yield
+    for name, param in model.named_parameters():
+        for attribute, value in attributes.get(name, {}).items():
+            if not isinstance(value, Tensor) and attribute not in MIRRORED:
+                param.__dict__.setdefault(attribute, value)
+
+
 def materialise(
     stage: nn.Module,
     device: torch.device,
@@ -259,49 +271,38 @@ def materialise(
     Raises:
         ValueError: see :func:`_check_meta`.
     """
-    with kept_attributes(stage):
-        _materialise(stage, device, init, blocks, options, experts)
-
-
-def _materialise(
-    stage: nn.Module,
-    device: torch.device,
-    init: Callable[[nn.Module], None] | None,
-    blocks: Sequence[nn.Module],
-    options: Mapping[str, Any],
-    experts: Iterable[nn.Module],
-) -> None:
-    if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
-        stage.to(device)
-        if options:
+    with _kept_attributes(stage):
+        if not any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
+            stage.to(device)
+            if options:
+                _shard(stage, blocks, options, experts)
+            return
+        _check_meta([stage], init)
+        if options and init is reset_parameters:
             _shard(stage, blocks, options, experts)
-        return
-    _check_meta([stage], init)
-    if options and init is reset_parameters:
-        _shard(stage, blocks, options, experts)
-    names: dict[int, list[str]] = {}
-    for name, param in stage.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
+        names: dict[int, list[str]] = {}
+        for name, param in stage.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        offloads = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
 
-    def made(tensor: Tensor) -> Tensor:
-        # Under offload FSDP2 refuses parameters that are not on the CPU
-        own = torch.device("cpu") if offloads and isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=own) if tensor.is_meta else tensor.to(own)
+        def made(tensor: Tensor) -> Tensor:
+            # Under offload FSDP2 refuses parameters that are not on the CPU
+            own = torch.device("cpu") if offloads and isinstance(tensor, DTensor) else device
+            return torch.empty_like(tensor, device=own) if tensor.is_meta else tensor.to(own)
 
-    stage._apply(made)
-    if init is not None:
-        init(stage)
-    else:
-        for module in stage.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-    for first, *others in names.values():  # each name of a tied parameter has got its own memory
-        for path, _, local in (name.rpartition(".") for name in others):
-            stage.get_submodule(path)._parameters[local] = stage.get_parameter(first)
-    if options and init is not reset_parameters:
-        _shard(stage, blocks, options, experts)
+        stage._apply(made)
+        if init is not None:
+            init(stage)
+        else:
+            for module in stage.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+        for first, *others in names.values():  # each name of a tied parameter has got its own memory
+            for path, _, local in (name.rpartition(".") for name in others):
+                stage.get_submodule(path)._parameters[local] = stage.get_parameter(first)
+        if options and init is not reset_parameters:
+            _shard(stage, blocks, options, experts)
 
 
 def _check_meta(parts: Sequence[nn.Module], init: Any) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from tqdm import tqdm
+
 DELAY = 2.0  # seconds of planning before anything is shown
 
 _bar: ContextVar[Any] = ContextVar("bar", default=None)
@@ -16,8 +18,6 @@ _bar: ContextVar[Any] = ContextVar("bar", default=None)
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
     """Shows the steps of a planning in the block on standard error, if that is a terminal, on one rank of a host."""
-    from tqdm import tqdm  # after `import tp_ext`, whose time counts
-
     if _bar.get() is not None:  # a plan inside of a plan
         yield
         return
