@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tp_ext
 from tests.helpers.ranks import run, run_raises
-from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear
+from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear, auto
+from tp_ext.checkpoint.gather import gather_full, ranks_of
+from tp_ext.model.census import census
 
 pytestmark = pytest.mark.core
 
@@ -71,6 +73,63 @@ def test_collectives_of_an_adapter_are_r_wide(kind, sp):
     for one, base in zip(adapted, frozen, strict=True):
         assert tuple(_added(*pair) for pair in zip(one, base, strict=True)) == want
     assert run(_sent, 1, kind, sp, True, False) == [([], [])]
+
+
+class _Gated(nn.Module):
+    """Two column layers of one input, for whose gradient tp_ext.auto has one sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(IN)
+        self.up, self.gate, self.down = nn.Linear(IN, OUT), nn.Linear(IN, OUT), nn.Linear(OUT, IN)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(self.up(y).relu() * self.gate(y))
+
+
+SUBSETS = {
+    "before all adapters": (["norm.weight"], []),
+    "one A": (["up.lora_A.weight"], []),
+    "one B": (["gate.lora_B.weight"], []),
+    "A of one, B of the other": (["up.lora_A.weight", "gate.lora_B.weight"], []),
+    "norm and a B": (["norm.bias", "up.lora_B.weight"], []),
+    "A frozen": (["norm.weight", "up.lora_B.weight"], ["up.lora_A.weight", "gate.lora_A.weight"]),
+    "an adapter frozen": (["norm.weight"], ["up.lora_A.weight", "up.lora_B.weight"]),
+    "norm frozen": (["gate.lora_A.weight"], ["norm.weight", "norm.bias"]),
+}
+
+
+def _gradients_of_some(rank, group, names, frozen):
+    torch.manual_seed(0)
+    x, dense = torch.randn(TOKENS, IN, dtype=torch.float64), _Gated().double()
+    model = auto.apply(auto.plan(dense, (x,), group.size()), copy.deepcopy(dense), group)
+    models = model, dense
+    assert getattr(model.up, "input_gradient_is_summed_elsewhere", False)
+    for name in ("up", "gate", "down"):  # the same adapters at p = 1
+        dense.set_submodule(name, COLUMN.from_linear(dense.get_submodule(name), group=None))
+    for each in models:
+        tp_ext.add_lora(each, targets=["up", "gate", "down"], r=R, alpha=4.0, freeze=False)
+    state = {name: torch.randn_like(value) / 6 for name, value in dense.state_dict().items()}
+    found = []
+    for each in models:
+        tp_ext.load_full_state_dict(each, state)
+        parameters = dict(each.named_parameters())
+        for name in frozen:
+            parameters[name].requires_grad_(False)
+        layouts = dict(tp_ext.layouts(each))
+        grads = torch.autograd.grad(each(x).sin().sum(), [parameters[name] for name in names])
+        found.append(
+            [gather_full(grad, layouts[n], ranks_of(census(each))) for n, grad in zip(names, grads, strict=True)]
+        )
+    torch.testing.assert_close(*found, **close)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("case", SUBSETS)
+def test_gradients_of_some_parameters_communicate_alike_on_all_ranks(case, p):
+    """In a model of tp_ext.auto: all ranks have the same graph, whatever a caller asks of it."""
+    tp_ext.debug.simulate(_gradients_of_some, p, *SUBSETS[case])
 
 
 def _saved(group, kind, sp, adapted, dropout=0.0):

@@ -4,6 +4,8 @@
 base    A ``[r, in]``       B ``[out, r]``      added forward                       added backward
 ======  ==================  ==================  ==================================  =================================
 column  replicated          as W, dim 0         nothing                             all-reduce of tokens x r
+column  the same if ``tp_ext.auto`` sums x's     nothing                             all-reduce of dA
+        gradient once for several layers
 row     as W, dim 1         replicated          all-reduce of tokens x r            nothing
 column  the same under SP                       all-gather of tokens x r            reduce-scatter and all-gather of
                                                                                     tokens x r, all-reduce of dA
@@ -113,7 +115,8 @@ class LoRALinear(ParallelModule):
             if self.gathers:
                 base.gather_output = False
             self.lora_A: nn.Module = ReplicatedLinear(base.in_features, r, False, init=first, **options)
-            self.lora_B: nn.Module = ColumnParallelLinear(
+            column = type(base) if self._is_entered else ColumnParallelLinear
+            self.lora_B: nn.Module = column(
                 r, base.out_features, bias=False, parts=sharding.parts, init=last, **options
             )
         else:
@@ -124,6 +127,10 @@ class LoRALinear(ParallelModule):
                 if hasattr(base, name):
                     setattr(self.lora_A, name, getattr(base, name))
             self.lora_B = ReplicatedLinear(r, base.out_features, False, init=last, **options)
+
+    @property
+    def _is_entered(self) -> bool:
+        return getattr(self.base_layer, "input_gradient_is_summed_elsewhere", False)
 
     @property
     def weight_options(self) -> dict[str, Any]:
@@ -143,9 +150,9 @@ class LoRALinear(ParallelModule):
         y = base(x, total_tokens, weight=weight)
         y, bias = y if base.skip_bias_add else (y, None)
         if not self.merged:
-            # The adapter's gradient of x is complete: of a sum over the ranks elsewhere it must be one term
-            once = getattr(base, "input_gradient_is_summed_elsewhere", False) and self.tp_group.rank > 0
-            inner = self.lora_A(self._dropped(x.detach() if once else x, total_tokens), total_tokens)
+            # Where x's gradient is summed elsewhere, B leaves its term of it partial, and A must sum that of its weight
+            partial = {"has_own_tokens": True} if self._is_entered else {}
+            inner = self.lora_A(self._dropped(x, total_tokens), total_tokens, **partial)
             tokens = getattr(base, "tp_tokens", None)
             options = {"has_own_tokens": True} if tokens is not None and tokens.sizes() is not None else {}
             y = y + self.lora_B(inner * self.scaling, total_tokens, **options)
