@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tp_ext.auto.module_state import (
     FUNCTIONS,
@@ -42,8 +42,9 @@ from tp_ext.auto.modules.call_edits import CallEdits, begin_call
 from tp_ext.auto.plan_again import plan_again
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply
-from tp_ext.auto.record.flow import CallFlow, flow_of, is_number
+from tp_ext.auto.record.flow import CallFlow, flow_of, is_number, on_meta
 from tp_ext.auto.record.forwards import named_arguments
+from tp_ext.auto.record.numbers import ReadNumbers
 from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
@@ -52,6 +53,8 @@ from tp_ext.group import ParallelGroup
 
 FEW_RECORDS = 4  # flows of one kind of call, each for its own lengths and numbers, before symbols stand for these
 MAX_SEEN = 10_000
+MAX_READ = 64  # calls of one kind whose numbers are compared; for others the flow is recorded again
+MAX_PROOFS = 32  # of calls whose code reads numbers from arguments
 
 
 def structure_of(model: nn.Module) -> nn.Module:
@@ -129,12 +132,13 @@ class Guard:
     """A forward pre-hook of a sharded model.
 
     Attributes:
-        structure: the unsharded model without weights. apply: carries a plan out. base: the state of the sharded model
-            as the plan was applied. seen: calls that are proven, with what they do otherwise than the example at the
-            boundaries of the model. flows: what they call, by digests. regions: tests of other lengths and numbers with
-            which the calls of a kind have the same flow. records: how many flows of a kind have been recorded. modes:
-            those of the modules in which the example's is known. ignored: attributes that forward itself sets before it
-            reads them; None: not looked for yet. watches: of each copy of the model.
+        structure: the unsharded model without weights. apply: carries a plan out. base: the state of the sharded
+            model as the plan was applied. seen: calls that are proven, with what they do otherwise than the example at
+            the boundaries of the model. read: those whose code reads numbers from arguments, with these, the last ones
+            of each kind. number_proofs: how many of them were proven. flows: what they call, by digests. regions: tests
+            of other lengths and numbers with which the calls of a kind have the same flow. records: how many flows of a
+            kind have been recorded. modes: those of the modules in which the example's is known. ignored: attributes
+            that forward itself sets before it reads them; None: not looked for yet. watches: of each copy of the model.
     """
 
     plan: Plan
@@ -143,6 +147,8 @@ class Guard:
     group: ParallelGroup
     base: Baseline
     seen: dict[Any, CallEdits | None] = field(default_factory=dict)
+    read: dict[Any, collections.deque[tuple[ReadNumbers, CallEdits | None]]] = field(default_factory=dict)
+    number_proofs: int = 0
     flows: dict[Any, list[ProvenCall]] = field(default_factory=dict)
     regions: dict[Any, list[tuple[Callable[[Sequence[Any]], bool], CallEdits | None]]] = field(default_factory=dict)
     records: collections.Counter[Any] = field(default_factory=collections.Counter)
@@ -156,7 +162,7 @@ class Guard:
         return self  # what it has of a model is by its names, the same for all copies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "regions": {}, "watches": None}  # these hold functions and models
+        return {**vars(self), "regions": {}, "read": {}, "watches": None}  # these hold functions and models
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({**state, "watches": weakref.WeakKeyDictionary()})
@@ -205,17 +211,24 @@ class Guard:
         changes = self.changes(module)
         mode = torch.is_grad_enabled(), _autocast(), self.watches[module][0].dtype()
         call = kinds, values, mode, tuple(changes.items())
-        if call not in self.seen:
-            # What cannot be left out of a run on fakes has no run of its own
-            known = {name: value for name, value in given.items() if name not in opaque}
-            edits = None
-            if not opaque or named is not None:
-                example = known if named is not None else Arguments(args, kwargs) if kwargs else args
-                edits = self.look_at(module, call, changes, example, bool(opaque))
-            if len(self.seen) >= MAX_SEEN:
-                self.seen.clear()
-            self.seen[call] = edits
-        return self.seen[call]
+        if call in self.seen:
+            return self.seen[call]
+        # What cannot be left out of a run on fakes has no run of its own
+        known = {name: value for name, value in given.items() if name not in opaque}
+        example = known if named is not None else Arguments(args, kwargs) if kwargs else args
+        for numbers, edits in self.read.get(call, ()):
+            if numbers.hold(arguments(example)):
+                return edits
+        edits, read = None, None
+        if not opaque or named is not None:
+            edits, read = self.look_at(module, call, changes, example, bool(opaque))
+        if read is not None:
+            self.read.setdefault(call, collections.deque(maxlen=MAX_READ)).appendleft((read, edits))
+            return edits
+        if len(self.seen) >= MAX_SEEN:
+            self.seen.clear()
+        self.seen[call] = edits
+        return edits
 
     def changes(self, module: nn.Module) -> dict[Path, str]:
         """The changes of a model's state since its plan was applied."""
@@ -270,9 +283,9 @@ class Guard:
 
     def look_at(
         self, module: nn.Module, call: Any, changes: dict[Path, str], example: Any, in_part: bool
-    ) -> CallEdits | None:
+    ) -> tuple[CallEdits | None, ReadNumbers | None]:
         """Records the flow of a call that is new, and proves it unless it is that of a proven one; returns what it does
-        otherwise than the example.
+        otherwise than the example, and the numbers that its code reads from arguments.
 
         Raises:
             RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
@@ -281,10 +294,9 @@ class Guard:
         group = kinds, mode, state
         for holds, edits in self.regions.get(group, ()):
             if holds(values):
-                return edits
+                return edits, None
         self.refuse_replaced(changes)
         self.convert_as(module)
-        example = _on_meta(example)
         hidden = tuple(path for path in changes if is_hidden(path))
         watch = self.watches[module][0]
         if not any(path[-1] == "training" for path in changes):
@@ -292,23 +304,38 @@ class Guard:
                 self.know_example(tuple(watch.modes.values()))
         with Synced(self.structure, watch, changes, self.base):
             try:
-                flow = flow_of(self.structure, example)
+                flow = flow_of(self.structure, on_meta(example, integers=False))
             except Exception:  # of any type: of the model's code, on which the proof has a sentence
                 if in_part:
-                    return None
-                flow = None
-            fixed = kinds, values_without_lengths(example), state
-            known = None if flow is None else self.known(flow, hidden, fixed)
+                    return None, None
+                return self.prove(on_meta(example, integers=False), changes), None
+            fixed = kinds, values_without_lengths(example), state, flow.numbers(values)
+            example = on_meta(example, flow.read)
+            known = self.known(flow, hidden, fixed)
+            if known is None and flow.read is not None:
+                self.count_proof(flow.read)
             edits = self.prove(example, changes) if known is None else known.edits
-            if flow is None:
-                return edits
             proven = ProvenCall(flow.sizes, fixed, torch.is_grad_enabled(), edits)
             self.flows.setdefault((flow.calls, hidden), []).append(proven)
             self.records[group] += 1
-            if self.records[group] > FEW_RECORDS and not in_part:
+            if self.records[group] > FEW_RECORDS and not in_part and flow.read is None:
                 regions = [(holds, edits) for holds in region_of(self.structure, example, flow)]
                 self.regions.setdefault(group, []).extend(regions)
-            return edits
+            return edits, flow.read
+
+    def count_proof(self, read: ReadNumbers) -> None:
+        """Counts the proofs for numbers that code reads.
+
+        Raises:
+            RuntimeError: there have been ``MAX_PROOFS``.
+        """
+        if self.number_proofs >= MAX_PROOFS:
+            raise RuntimeError(
+                f"{read.names()}: forward reads numbers from these arguments, at {', '.join(read.lines)}, and those of "
+                f"{MAX_PROOFS} calls have been proven in this process, each as a call of its own: pass fewer different "
+                "ones, or let the code use their tensors"
+            )
+        self.number_proofs += 1
 
     def refuse_replaced(self, changes: dict[Path, str]) -> None:
         """Raises RuntimeError if a module has been replaced that had shards, hooks or integers of the plan."""
@@ -330,12 +357,12 @@ class Guard:
         example = example_for(self.plan, self.structure)
         args, kwargs = arguments(example)
         named = named_arguments(self.structure, args, kwargs)
-        kinds, _, _ = signature({"args": args, **kwargs} if named is None else named)
+        kinds, values, _ = signature({"args": args, **kwargs} if named is None else named)
         try:
             flow = flow_of(self.structure, example)
         except Exception:  # of any type: each call is proven then
             return
-        fixed = kinds, values_without_lengths(example if named is None else named), ()
+        fixed = kinds, values_without_lengths(example if named is None else named), (), flow.numbers(values)
         self.flows.setdefault((flow.calls, ()), []).append(ProvenCall(flow.sizes, fixed, with_gradients=True))
 
     def known(self, flow: CallFlow, hidden: Any, fixed: Any) -> ProvenCall | None:
@@ -409,14 +436,3 @@ def values_without_lengths(example: Any) -> tuple[Any, ...]:
 def _autocast() -> tuple[Any, ...]:
     on = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
     return tuple((device, torch.get_autocast_dtype(device)) for device in on)
-
-
-def _on_meta(example: Any) -> Any:
-    """By their shapes alone: what a transform of torch.func has wrapped must not enter the structure."""
-
-    def meta(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-
-    return tree_map(meta, example)

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,7 @@ def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 if id(buffer) not in by_id:
-                    by_id[id(buffer)] = buffer, _value(buffer, generator, dtype, is_buffer=True)
+                    by_id[id(buffer)] = buffer, _value(buffer, generator, dtype, is_kept=True)
                 module._buffers[name] = by_id[id(buffer)][1]
         # Tensors that modules hold as plain attributes
         for name, value in vars(module).items():
@@ -150,10 +150,11 @@ def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.mul_(tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else value.mul_(0.2).add_(0.7)
 
 
-def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_buffer: bool = False) -> Tensor:
-    """The value of a buffer or an argument; one on meta, or an argument of zeros, gets a random one."""
+def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_kept: bool = False) -> Tensor:
+    """The value of a buffer or an argument; one on meta, or an argument of zeros, gets a random one if it is not
+    kept."""
     if not tensor.is_meta and (
-        is_buffer or tensor.dtype == torch.bool or bool(tensor.any())
+        is_kept or tensor.dtype == torch.bool or bool(tensor.any())
     ):  # zeros stand for any values, and hide errors
         return tensor.detach().to("cpu", _target(tensor, dtype), copy=True)
     if tensor.is_floating_point() or tensor.is_complex():
@@ -164,12 +165,16 @@ def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None
     return torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype)
 
 
-def examples(example: Any, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
-    """The example with values, and one with a row more in its batch."""
+def examples(example: Any, dtype: torch.dtype | None, read: Container[int] = ()) -> Iterator[tuple[str, Any]]:
+    """The example with values, and one with a row more in its batch.
+
+    Args:
+        read: ids of its tensors of which code reads numbers, which keep their values.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def value(x: Any) -> Any:
-        return _value(x, generator, dtype) if isinstance(x, Tensor) else x
+        return _value(x, generator, dtype, id(x) in read) if isinstance(x, Tensor) else x
 
     first = tree_map(value, arguments(example))
     yield "the example", first
@@ -327,12 +332,13 @@ def prove(
     dtype: torch.dtype | None,
     apply: Apply,
     gradients: bool = True,
+    read: Container[int] = (),
 ) -> None:
     """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
 
     Args:
         whole: the plan of one rank, whose draws are those of every number of ranks.
-        gradients: whether it may run with gradients.
+        gradients: whether it may run with gradients. read: ids of tensors of the example that keep their values.
 
     Raises:
         DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
@@ -349,7 +355,7 @@ def prove(
     with torch.random.fork_rng(devices=[]), _no_garbage():
         notes = Notes(places_of(reduced))
         notes.empty_caches()
-        accepted, wanted = _reference(reduced, whole, list(examples(example, dtype)), apply, gradients)
+        accepted, wanted = _reference(reduced, whole, list(examples(example, dtype, read)), apply, gradients)
         # Ranks are processes: what the code keeps outside of the model is not what another rank has computed
         shared = notes.changed()
         notes.put_back()

@@ -25,9 +25,10 @@ from tp_ext.auto.proof.prove_values import (
 from tp_ext.auto.proof.scaled_down import scaled_down
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.edits import Draw
+from tp_ext.auto.record.numbers import ReadNumbers
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import Rule
-from tp_ext.auto.record.trace import trace
+from tp_ext.auto.record.trace import arguments, trace
 from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
@@ -61,6 +62,7 @@ class Prover:
         budget: bytes of parameters with which the model may be run.
         apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
         gradients: whether the model may run with gradients.
+        read: the numbers that its code reads from the example.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class Prover:
         budget: float,
         apply: Apply,
         gradients: bool = True,
+        read: ReadNumbers | None = None,
     ) -> None:
-        self.gradients = gradients
+        self.gradients, self.read = gradients, read
         self.planner_of, self.apply = planner_of, apply
         self.p, self.reduced, self.example = self._reduced(model, example, plan, budget)
         # Grouped products of torch exist for some types only: None leaves those of the model
@@ -109,6 +112,8 @@ class Prover:
             for ranks in [p] if copies or p <= 4 else [p, 4]:
                 smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, plan)))
                 if bytes_of(smaller, torch.float32) <= budget:
+                    if self.read is not None and not self.read.hold(arguments(ids)):
+                        raise UnprovenError("numbers that code reads of the example are others with smaller tables")
                     return ranks, smaller, self._runnable(smaller, ids, ranks)
         least = bytes_of(smaller, torch.float32) / 2**20
         raise UnprovenError(f"one layer of each kind, with fewer heads, has {least:.0f} MiB, more than budget")
@@ -124,7 +129,8 @@ class Prover:
         Raises:
             UnprovenError: the model with fewer layers does not run.
         """
-        short = few_tokens(example, p)
+        # Other masks and lengths would lead to other code
+        short = example if self.read is not None else few_tokens(example, p)
         lengths = [[t.shape for _, t in tensors(arguments)] for arguments in (short, example)]
         for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
             try:
@@ -188,7 +194,8 @@ class Prover:
             try:
                 running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
                 filled(running, dtype)
-                prove(running, plan, whole, self.example, dtype, self.apply, self.gradients)
+                read = set() if self.read is None else self.read.read_from(arguments(self.example))
+                prove(running, plan, whole, self.example, dtype, self.apply, self.gradients, read)
                 return ""
             except DifferentValuesError as error:
                 return str(error)
@@ -215,7 +222,7 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
 
     # The gradient of an input that is sliced is that of its slice: such a call runs without
     gradients = not planner.record.shares_inputs
-    return Prover(planner.model, planner.example, plan, planner_of, budget, apply, gradients)
+    return Prover(planner.model, planner.example, plan, planner_of, budget, apply, gradients, planner.record.read)
 
 
 def alone(planner: Planner) -> Plan:

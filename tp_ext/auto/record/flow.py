@@ -23,9 +23,10 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
+from tp_ext.auto.record.numbers import ReadNumbers, has_values
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.trace import Arguments, arguments, is_of_fakes, trace
 
@@ -52,12 +53,18 @@ class CallFlow:
 
     Attributes:
         calls: a digest of all functions with their tensors and options. sizes: one of the integers among their options.
-        holds: says for which lengths and numbers the flow is the same; None: for its own.
+        holds: says for which lengths and numbers the flow is the same; None: for its own. read: the numbers that code
+        has read from arguments, with which alone the flow is this.
     """
 
     calls: str
     sizes: str
     holds: Callable[[Sequence[Any]], bool] | None = None
+    read: ReadNumbers | None = None
+
+    def numbers(self, lengths: Sequence[Any]) -> tuple[Any, ...]:
+        """The numbers that code has read, as :meth:`ReadNumbers.kinds`."""
+        return () if self.read is None else self.read.kinds(lengths)
 
 
 def leaves_of(args: Any, kwargs: Any) -> list[Any]:
@@ -178,6 +185,25 @@ class _FlowRecorder(TorchFunctionMode):
         return self.places[id(tensor)]
 
 
+def on_meta(example: Any, read: ReadNumbers | None = None, *, integers: bool = True) -> Any:
+    """A call's arguments by their shapes alone: what a transform of torch.func has wrapped must not enter a structure.
+
+    Args:
+        read: what code reads of them, which keeps its values. integers: whether all other integers are on meta.
+    """
+    kept = set() if read is None else read.read_from(arguments(example))
+
+    def meta(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        is_read = id(x) in kept if integers else not (x.is_floating_point() or x.is_complex())
+        if is_read and has_values(x):
+            return x.detach()
+        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    return tree_map(meta, example)
+
+
 def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -194,4 +220,5 @@ def flow_of(structure: nn.Module, example: Any, symbolic: bool = False) -> CallF
         trace(structure, example, record=record, operators=False, mode=mode, fakes=fakes)
     # Code that returns another of its tensors may return a shard
     mode.calls.append(f"returns {[(path, mode.place(tensor)) for path, tensor in tensors(record.output)]}")
-    return CallFlow(_digest(mode.calls), _digest(mode.sizes), symbols.holds() if symbols is not None else None)
+    holds = symbols.holds() if symbols is not None else None
+    return CallFlow(_digest(mode.calls), _digest(mode.sizes), holds, record.read)

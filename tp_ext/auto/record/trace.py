@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.record.dims import Reason, pin
+from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.forwards import CalledForward, options_of
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.keywords import by_place
@@ -304,12 +305,21 @@ def trace(
     for path, tensor in record.inputs:
         for dim in record.dims_of(tensor) if not shares_inputs or id(tensor) not in record.from_inputs else ():
             pin(dim, Reason(f"a dim of the input {'.'.join(map(str, path[1:]))}"))
+    given: dict[int, tuple[Tensor, list[LeafPath]]] = {}
+    for path, tensor in tensors(arguments(example)):
+        given.setdefault(id(tensor), (tensor, []))[1].append(path)
+    numbers = Numbers(
+        record,
+        [(state[name], tensor) for name, tensor in named],
+        [(fake(tensor), tensor, tuple(paths)) for tensor, paths in given.values()],
+        change,
+    )
     # Of either kind the mode entered last sees a call first: `mode` before _Calls, _OperatorRules before the fakes
     modes: list[Any] = [
         torch.enable_grad(),  # as in training: code may ask
         watched_gradients(record, tensors),
         fakes,
-        Numbers(record, {id(state[name]): tensor for name, tensor in named}, change),
+        numbers,
         _Calls(record, operators),
     ]
     if operators:
@@ -331,6 +341,7 @@ def trace(
                 key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")
             }
             record.stored.update((id(t), name) for _, t in tensors(kept))
+    record.read = numbers.numbers()
     if operators:
         pin_unused(record)
     return record

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import reprlib
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class Plan:
         copies, sums, slices, gathers, draws, buffers: what happens at boundaries of modules
             (:mod:`tp_ext.auto.record.edits`).
         shapes: name of a parameter -> its full shape.
-        example: the example's structure, tensors as shape and dtype; None if it holds other objects.
+        example: the example's structure, tensors as shape and dtype, with the values of those of which code reads
+            numbers; None if it holds other objects.
         proof: ``"values"``: the sharded model was run and compared; ``"shapes"``: only its shapes are proven, with the
             reason.
         refused_inputs: arguments whose gradient would be a rank's part: they must not require one.
@@ -329,28 +331,32 @@ def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
     return names_of
 
 
-def described(example: Any) -> Any:
+def described(example: Any, read: Container[int] = ()) -> Any:
     """An example as JSON holds it; None if it has other objects than tensors, numbers and text in dicts, lists and
-    tuples."""
+    tuples. ``read``: ids of the tensors whose values are a part of it."""
     if isinstance(example, Arguments):  # of a call that the guard proves: no plan that is saved has it
         return None
     if isinstance(example, Tensor):
-        return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch.")}
+        values = {"values": example.tolist()} if id(example) in read else {}
+        return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch."), **values}
     if isinstance(example, dict):
-        items = {key: described(value) for key, value in example.items()}
+        items = {key: described(value, read) for key, value in example.items()}
         return None if None in items.values() else {"dict": items}
     if isinstance(example, list | tuple):
-        items_of = [described(value) for value in example]
+        items_of = [described(value, read) for value in example]
         return None if None in items_of else {type(example).__name__: items_of}
     # A value of None is described, too: a description of None means that there is none
     return {"value": example} if example is None or type(example) in (int, float, str, bool) else None
 
 
 def undescribed(data: Any) -> Any:
-    """The example of a description, its tensors on meta."""
+    """The example of a description, its tensors on meta if it does not have their values."""
     # Each kind has keys of its own, so that any order of these tests is right
     if "shape" in data:
-        return torch.empty(data["shape"], dtype=getattr(torch, data["dtype"]), device="meta")
+        dtype = getattr(torch, data["dtype"])
+        if "values" in data:
+            return torch.tensor(data["values"], dtype=dtype, device="cpu").reshape(data["shape"])
+        return torch.empty(data["shape"], dtype=dtype, device="meta")
     if "dict" in data:
         return {key: undescribed(value) for key, value in data["dict"].items()}
     if "list" in data or "tuple" in data:
@@ -360,7 +366,8 @@ def undescribed(data: Any) -> Any:
 
 
 def example_for(plan: Plan, model: nn.Module) -> Any:
-    """The plan's example on meta; its floating-point tensors have the type that the model's parameters have now.
+    """The plan's example, on meta but for tensors of which code reads numbers; its floating-point tensors have the
+    type that the model's parameters have now.
 
     A model is often converted after it was planned, and its images or features with it.
     """

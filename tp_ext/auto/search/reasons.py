@@ -141,9 +141,13 @@ def traced(model: nn.Module, example: Any, rules: Mapping[str, Rule], shares_inp
         trace(model, example, rules=rules, record=record, shares_inputs=shares_inputs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = "branches on" if isinstance(error, DataDependentOutputException) else "computes lengths from"
+        must = "it must not: pass arguments with which that code does not run, or rewrite it"
+        if record.without_values:
+            names = ", ".join(dict.fromkeys(record.without_values))
+            must = f"pass an example in which these arguments have their values, not on meta: {names}"
         raise ValueError(
             f"model: forward {kind} values of tensors, by {error.func} in {record.modules[-1] or 'the model'}"
-            f"{line_of(error)}; it must not: pass arguments with which that code does not run, or rewrite it"
+            f"{line_of(error)}; {must}"
         ) from error
     except Exception as error:
         # Errors of rules, hints and constraints say already what to do
