@@ -151,11 +151,9 @@ def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_kept: bool = False) -> Tensor:
-    """The value of a buffer or an argument; one on meta, or an argument of zeros, gets a random one if it is not
-    kept."""
-    if not tensor.is_meta and (
-        is_kept or tensor.dtype == torch.bool or bool(tensor.any())
-    ):  # zeros stand for any values, and hide errors
+    """The value of a buffer or an argument; one on meta, or one of zeros that is not kept, gets a random one."""
+    # Zeros stand for any values, and hide errors
+    if not tensor.is_meta and (is_kept or tensor.dtype == torch.bool or bool(tensor.any())):
         return tensor.detach().to("cpu", _target(tensor, dtype), copy=True)
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
@@ -166,11 +164,8 @@ def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None
 
 
 def examples(example: Any, dtype: torch.dtype | None, read: Container[int] = ()) -> Iterator[tuple[str, Any]]:
-    """The example with values, and one with a row more in its batch.
-
-    Args:
-        read: ids of its tensors of which code reads numbers, which keep their values.
-    """
+    """The example with values, and one with a row more in its batch. Tensors with these ids, which code reads, keep
+    their values."""
     generator = torch.Generator().manual_seed(1)
 
     def value(x: Any) -> Any:
@@ -328,17 +323,16 @@ def prove(
     reduced: nn.Module,
     plan: Plan,
     whole: Plan,
-    example: Any,
+    calls: list[tuple[str, Any]],
     dtype: torch.dtype | None,
     apply: Apply,
     gradients: bool = True,
-    read: Container[int] = (),
 ) -> None:
     """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
 
     Args:
-        whole: the plan of one rank, whose draws are those of every number of ranks.
-        gradients: whether it may run with gradients. read: ids of tensors of the example that keep their values.
+        whole: the plan of one rank, whose draws are those of every number of ranks. calls: :func:`examples`.
+        gradients: whether it may run with gradients.
 
     Raises:
         DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
@@ -355,7 +349,7 @@ def prove(
     with torch.random.fork_rng(devices=[]), _no_garbage():
         notes = Notes(places_of(reduced))
         notes.empty_caches()
-        accepted, wanted = _reference(reduced, whole, list(examples(example, dtype, read)), apply, gradients)
+        accepted, wanted = _reference(reduced, whole, calls, apply, gradients)
         # Ranks are processes: what the code keeps outside of the model is not what another rank has computed
         shared = notes.changed()
         notes.put_back()

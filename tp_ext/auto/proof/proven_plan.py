@@ -16,6 +16,7 @@ from tp_ext.auto.proof.prove_values import (
     DifferentValuesError,
     UnprovenError,
     bytes_of,
+    examples,
     few_tokens,
     filled,
     held,
@@ -25,7 +26,7 @@ from tp_ext.auto.proof.prove_values import (
 from tp_ext.auto.proof.scaled_down import scaled_down
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.edits import Draw
-from tp_ext.auto.record.numbers import ReadNumbers
+from tp_ext.auto.record.numbers import ReadNumbers, read_ids
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import arguments, trace
@@ -194,8 +195,8 @@ class Prover:
             try:
                 running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
                 filled(running, dtype)
-                read = set() if self.read is None else self.read.read_from(arguments(self.example))
-                prove(running, plan, whole, self.example, dtype, self.apply, self.gradients, read)
+                calls = list(examples(self.example, dtype, read_ids(self.read, arguments(self.example))))
+                prove(running, plan, whole, calls, dtype, self.apply, self.gradients)
                 return ""
             except DifferentValuesError as error:
                 return str(error)

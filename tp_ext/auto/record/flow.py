@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
-from tp_ext.auto.record.numbers import ReadNumbers, has_values
+from tp_ext.auto.record.numbers import ReadNumbers, has_values, read_ids
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.trace import Arguments, arguments, is_of_fakes, trace
 
@@ -191,7 +191,7 @@ def on_meta(example: Any, read: ReadNumbers | None = None, *, integers: bool = T
     Args:
         read: what code reads of them, which keeps its values. integers: whether all other integers are on meta.
     """
-    kept = set() if read is None else read.read_from(arguments(example))
+    kept = read_ids(read, arguments(example))
 
     def meta(x: Any) -> Any:
         if not isinstance(x, Tensor):

@@ -33,7 +33,6 @@ Change = Callable[[float], float]
 CHANGES: tuple[Change, ...] = (lambda x: 2 * x + math.copysign(1, x), lambda x: -x - 1)  # the second: to another sign
 READ = "aten::_local_scalar_dense"
 LITERALS = ("aten::lift_fresh", "aten::lift_fresh_copy")  # by them the data of torch.tensor(..) enters
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,6 @@ class ReadNumbers:
                     return False
         return True
 
-    def read_from(self, call: Any) -> set[int]:
-        """The ids of those tensors of a call ``(args, kwargs)`` that are read."""
-        read = {path for paths in self.inputs.values() for path in paths}
-        return {id(tensor) for path, tensor in tensors(call) if path in read}
-
     def names(self) -> str:
         """The arguments that are read, as a message names them."""
         return ", ".join(dict.fromkeys(str(paths[0][1]) for paths in self.inputs.values())) or "none"
@@ -155,6 +149,12 @@ class ReadNumbers:
         values are left out, as those of arguments are: no plan depends on them unless code branches."""
         answers = [i.answer for i in self.instructions if i.answer is not None and not isinstance(i.answer, tuple)]
         return tuple(("length", lengths.index(n)) if type(n) is int and n > 1 and n in lengths else n for n in answers)
+
+
+def read_ids(read: ReadNumbers | None, call: Any) -> set[int]:
+    """The ids of those tensors of a call ``(args, kwargs)`` from which numbers are read."""
+    paths = set() if read is None else {path for paths in read.inputs.values() for path in paths}
+    return {id(tensor) for path, tensor in tensors(call) if path in paths}
 
 
 class Numbers(TorchDispatchMode):
@@ -306,24 +306,25 @@ class Numbers(TorchDispatchMode):
     def selected(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """The elements of an activation that a mask selects which follows from arguments alone; None: it is no such
         call."""
-        if func is aten.index.Tensor:
+        if func._schema.name == "aten::index":
             masks = [x is not None and x.dtype == torch.bool for x in args[1]]
             places = [self.nonzero(x) if is_mask else [x] for x, is_mask in zip(args[1], masks, strict=True)]
             if any(masks) and None not in places:
                 result: Tensor = func(args[0], [x for indices in places if indices is not None for x in indices])
                 return result
-        if func is aten.masked_select.default and self.is_constant(args[1]):
+        if func._schema.name == "aten::masked_select":
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            mask = self.__torch_dispatch__(aten.expand.default, (), (args[1], shape))
-            if (indices := self.nonzero(mask)) is not None:
+            if (indices := self.nonzero(args[1], shape)) is not None:
                 return args[0].new_empty(indices[0].shape)
         return None
 
-    def nonzero(self, mask: Tensor) -> list[Tensor] | None:
-        """The indices of a mask's true elements, along each of its dims; None: it does not follow from arguments."""
+    def nonzero(self, mask: Tensor, shape: Sequence[int] | None = None) -> list[Tensor] | None:
+        """The indices of the true elements of a mask, expanded to a shape, along each dim; None: it does not follow
+        from arguments."""
         if not self.is_constant(mask) or not self.is_readable([mask]):
             return None
-        return [*self.__torch_dispatch__(aten.nonzero.default, (), (mask,)).unbind(1)]
+        with self:
+            return [*mask.expand(mask.shape if shape is None else shape).nonzero().unbind(1)]
 
     def numbers(self) -> ReadNumbers | None:
         """What was read of arguments; None: nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from tp_ext.auto.record.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.rules import OperatorCall
 from tp_ext.mesh_program.partition_spec import P
-
-if TYPE_CHECKING:
-    from tp_ext.auto.record.numbers import ReadNumbers
 
 WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
 MEMORY_VIEWS = {
@@ -133,12 +130,8 @@ class Record:
         self.function: Any = None  # the call from Python that runs
         self.is_examined = False  # a backward runs, whose operators pin dims and are no steps
         self.numbers: list[str] = []  # lines of code that read a parameter or buffer as a number
-        self.read: ReadNumbers | None = None  # the numbers that code reads from arguments
+        self.read: Any = None  # the numbers that code reads from arguments, of numbers.py
         self.without_values: list[str] = []  # arguments of which it would read some
-
-    def read_tensors(self, call: Any) -> set[int]:
-        """The ids of those tensors of the call ``(args, kwargs)`` whose values code has read."""
-        return set() if self.read is None else self.read.read_from(call)
 
     def dims_of(self, tensor: Tensor) -> list[Dim]:
         dims = self.dims.get(id(tensor))

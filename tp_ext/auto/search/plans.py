@@ -31,7 +31,8 @@ from tp_ext.auto.record.edits import (
     Sum,
     Tokens,
 )
-from tp_ext.auto.record.trace import Arguments
+from tp_ext.auto.record.numbers import ReadNumbers, read_ids
+from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search import picture
 from tp_ext.checkpoint.files.plain_values import read_json
 from tp_ext.checkpoint.files.typed_values import value_of
@@ -331,19 +332,23 @@ def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
     return names_of
 
 
-def described(example: Any, read: Container[int] = ()) -> Any:
-    """An example as JSON holds it; None if it has other objects than tensors, numbers and text in dicts, lists and
-    tuples. ``read``: ids of the tensors whose values are a part of it."""
+def described(example: Any, read: ReadNumbers | None = None) -> Any:
+    """An example as JSON holds it, with the values of tensors that are read; None if it has other objects than tensors,
+    numbers and text in dicts, lists and tuples."""
     if isinstance(example, Arguments):  # of a call that the guard proves: no plan that is saved has it
         return None
+    return _described(example, read_ids(read, arguments(example)))
+
+
+def _described(example: Any, read: Container[int]) -> Any:
     if isinstance(example, Tensor):
         values = {"values": example.tolist()} if id(example) in read else {}
         return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch."), **values}
     if isinstance(example, dict):
-        items = {key: described(value, read) for key, value in example.items()}
+        items = {key: _described(value, read) for key, value in example.items()}
         return None if None in items.values() else {"dict": items}
     if isinstance(example, list | tuple):
-        items_of = [described(value, read) for value in example]
+        items_of = [_described(value, read) for value in example]
         return None if None in items_of else {type(example).__name__: items_of}
     # A value of None is described, too: a description of None means that there is none
     return {"value": example} if example is None or type(example) in (int, float, str, bool) else None

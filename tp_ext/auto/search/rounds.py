@@ -17,7 +17,6 @@ from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import LOOK_UPS
-from tp_ext.auto.record.trace import arguments
 from tp_ext.auto.search.choose import Cut, Decision, carries, choose
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
@@ -415,7 +414,7 @@ class Planner:
             },
             collectives=collectives_of(self.record, self.p, state),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
-            example=described(self.example, self.record.read_tensors(arguments(self.example))),
+            example=described(self.example, self.record.read),
             proofs=state.proofs,
             bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
             outputs=self.outputs(state),
