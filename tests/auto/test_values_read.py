@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
+from tp_ext.auto import guard
 
 WIDTH, HIDDEN, LENGTH = 8, 24, 5
 
@@ -180,3 +182,221 @@ def _compare(group: Any, member: str) -> list[str]:
 def test_what_code_reads_from_arguments(member: str, p: int):
     shardings = run(_compare, p, member)[0]
     assert {"up.weight", "down.weight"} <= {*shardings}
+
+
+# ---------------------------------------------------------------- what is refused, and what a call costs
+
+
+def activation(model: Reads, x: Tensor, values: Tensor) -> Tensor:
+    y = model.mlp(x)
+    return y if y.max() > 0 else x
+
+
+def activation_in_mask(model: Reads, x: Tensor, values: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+    mask |= model.mlp(x).sum(-1) > 0
+    return x[mask]
+
+
+def activation_in_view(model: Reads, x: Tensor, values: Tensor) -> Tensor:
+    counts = values.clone()
+    first = counts[0]
+    counts.copy_(model.mlp(x)[0, 0, 0].long())
+    return model.mlp(x) if first > 0 else x
+
+
+def floating_point(model: Reads, x: Tensor, values: Tensor) -> Tensor:
+    return model.mlp(x) if x.sum() > 0 else x
+
+
+def drawn(model: Reads, x: Tensor, values: Tensor) -> Tensor:
+    return model.mlp(x) if torch.rand(1).item() > 0.5 else x
+
+
+def drawn_alike(model: Reads, x: Tensor, values: Tensor) -> Tensor:
+    return model.mlp(x) if torch.rand_like(values.double()).max() > 0.5 else x
+
+
+BRANCHES = "forward branches on values of tensors, by .*; it must not"
+REFUSED: dict[str, tuple[Forward, Tensor, str]] = {
+    "activation": (activation, LENGTHS, BRANCHES),
+    "activation_in_mask": (activation_in_mask, LENGTHS, "forward computes lengths from values of tensors"),
+    "activation_in_view": (activation_in_view, LENGTHS, BRANCHES),
+    "floating_point": (floating_point, LENGTHS, BRANCHES),
+    "drawn": (drawn, LENGTHS, BRANCHES),
+    "drawn_alike": (drawn_alike, LENGTHS, BRANCHES),
+    "meta": (any_of_mask, MASK.to("meta"), "these arguments have their values, not on meta: argument 1"),
+    "meta_lengths": (indexed, MASK.to("meta"), "these arguments have their values, not on meta: argument 1"),
+}
+
+
+@pytest.mark.parametrize("member", REFUSED)
+def test_values_that_are_not_those_of_arguments_are_refused(member: str, monkeypatch: pytest.MonkeyPatch):
+    forward, values, text = REFUSED[member]
+    monkeypatch.setitem(MEMBERS, member, (forward, values, []))
+    with pytest.raises(ValueError, match=text):
+        auto.plan(Reads(member), (_x(0).float(), values), 2)
+
+
+def heads(model: Reads, x: Tensor, count: Tensor) -> Tensor:
+    h = model.up(x)
+    return model.down(h.view(*h.shape[:-1], int(count.max()), -1).softmax(-1).flatten(-2))
+
+
+def softmax(model: Reads, x: Tensor, count: Tensor) -> Tensor:
+    h = model.up(x)
+    return model.down(h.softmax(-1) if count.max() > 2 else h.tanh())
+
+
+def dim(model: Reads, x: Tensor, count: Tensor) -> Tensor:
+    h = model.up(x)
+    return model.down(h - h.mean(int(count.max()), keepdim=True))
+
+
+# values with which the plan's shards give other results than the model; the sentence on them
+OTHERS: dict[str, tuple[Forward, int, int, str]] = {
+    "heads": (heads, 4, 3, "no call with these numbers of values: plan with one"),
+    "softmax": (softmax, 1, 3, "no call with these numbers of values: plan with one; up.weight cannot be sharded then"),
+    "dim": (dim, 1, 2, "no call with these numbers of values: plan with one; up.weight cannot be sharded then"),
+}
+
+
+def _refused_call(group: Any, member: str) -> None:
+    forward, count, other, text = OTHERS[member]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MEMBERS, member, (forward, LENGTHS, []))
+        model = Reads(member).double()
+        plan = auto.plan(model, (_x(0), torch.tensor([count])), 2)
+        sharded = auto.apply(plan, copy.deepcopy(model), group)
+        assert "up.weight" in plan.shardings
+        torch.testing.assert_close(sharded(_x(1), torch.tensor([count])), model(_x(1), torch.tensor([count])))
+        with pytest.raises(RuntimeError, match=text):
+            sharded(_x(1), torch.tensor([other]))
+
+
+@pytest.mark.parametrize("member", OTHERS)
+def test_numbers_with_which_the_shards_do_not_serve_are_refused(member: str):
+    run(_refused_call, 2, member)
+
+
+def _costs(group: Any, member: str, given: list[Tensor], wanted: list[tuple[int, int]]) -> None:
+    """Compares how often each of these calls is recorded and proven by values with what is wanted."""
+    torch.manual_seed(0)
+    model = Reads(member).double()
+    plan = auto.plan(model, (_x(0), MEMBERS[member][1]), 2)
+    counts = [0, 0]
+
+    def counted(function: Any, place: int, is_counted: Callable[..., bool]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[place] += is_counted(*args)
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank() == 0:  # ranks are threads of one process, and share the module
+            patch.setattr(guard, "flow_of", counted(guard.flow_of, 0, lambda structure, *_: structure is mine))
+            patch.setattr(guard, "plan_again", counted(guard.plan_again, 1, lambda _, s, *rest: s is mine and rest[-1]))
+        sharded = auto.apply(plan, copy.deepcopy(model), group)
+        mine = next(h for h in sharded._forward_pre_hooks.values() if isinstance(h, guard.Guard)).structure
+        sharded(_x(0), MEMBERS[member][1])  # the example's call, for which more is recorded
+        for values, (records, proofs) in zip(given, wanted, strict=True):
+            counts[:] = 0, 0
+            torch.testing.assert_close(sharded(_x(1), values), model(_x(1), values), rtol=1e-12, atol=1e-12)
+            assert group.rank() or counts == [records, proofs], (values, counts)
+
+
+@pytest.mark.parametrize(
+    ("member", "given", "wanted"),
+    [
+        # The same number; another branch, twice
+        ("any", [OTHER_MASK, NONE, NONE, MASK], [(0, 0), (1, 1), (0, 0), (0, 0)]),
+        # Other lengths, which lead to the same functions
+        ("indexed", [OTHER_MASK, ~MASK, OTHER_MASK], [(1, 0), (1, 0), (0, 0)]),
+        # Numbers that are sizes: by values, after some by shapes
+        (
+            "mask_of_lengths",
+            [torch.tensor([n, 1, 1]) for n in (2, 1, 4, 2, 3)],
+            [(1, 1), (1, 1), (1, 1), (0, 0), (1, 0)],
+        ),
+    ],
+)
+def test_what_a_call_costs(member: str, given: list[Tensor], wanted: list[tuple[int, int]]):
+    run(_costs, 2, member, given, wanted)
+
+
+def _bounded(group: Any) -> None:
+    model = Reads("any").double()
+    plan = auto.plan(model, (_x(0), MASK), 2)
+    sharded = auto.apply(plan, model, group)
+    guarded = next(h for h in sharded._forward_pre_hooks.values() if isinstance(h, guard.Guard))
+    guarded.number_proofs = guard.MAX_PROOFS
+    sharded(_x(0), MASK)
+    with pytest.raises(
+        RuntimeError, match=r"values: forward reads numbers from these .*test_values_read.py:\d+, and those"
+    ):
+        sharded(_x(0), NONE)
+
+
+def test_other_numbers_are_proven_a_bounded_number_of_times():
+    run(_bounded, 2)
+
+
+def _saved(group: Any, file: Path) -> None:
+    torch.manual_seed(0)
+    model = Reads("indexed").double()
+    sharded = auto.apply(auto.Plan.load(file), copy.deepcopy(model), group)
+    for values in (MASK, OTHER_MASK):
+        torch.testing.assert_close(sharded(_x(1), values), model(_x(1), values), rtol=1e-12, atol=1e-12)
+    guarded = next(h for h in sharded._forward_pre_hooks.values() if isinstance(h, guard.Guard))
+    assert guarded.read and not guarded.__getstate__()["read"]  # operators, which pickle does not know
+
+
+def test_a_saved_plan_has_the_values_that_are_read(tmp_path: Path):
+    file = tmp_path / "plan.json"
+    plan = auto.plan(Reads("indexed").double(), (_x(0), MASK), 2)
+    plan.save(file)
+    assert plan.example["tuple"][1]["values"] == MASK.tolist() and "values" not in plan.example["tuple"][0]
+    assert auto.Plan.load(file).fingerprint == plan.fingerprint
+    run(_saved, 2, file)
+
+
+class TwoMasks(Reads):
+    def forward(self, x: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return (y if mask.any() else self.second(y)) * (2 if other.any() else 1)
+
+
+class Writes(Reads):
+    """Writes to its argument, and reads before and after it."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.mlp(x) if mask[:, 0].all() else x
+        mask[:, 0] = False
+        return self.second(y) if mask.any() else y
+
+
+def _compare_calls(group: Any, model: nn.Module, example: tuple[Any, ...], calls: list[tuple[Any, ...]]) -> None:
+    plan = auto.plan(model, (_x(0), *copy.deepcopy(example)), 2)
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    for call in calls:
+        given = [copy.deepcopy(call) for _ in range(2)]
+        outputs = [each(_x(1), *args) for each, args in zip((model, sharded), given, strict=True)]
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+        for wanted, got in zip(*given, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+FIRST = torch.tensor([[1, 0, 0, 0, 0]] * 3).bool()
+CALLS: dict[str, tuple[type[Reads], tuple[Any, ...], list[tuple[Any, ...]]]] = {
+    "one mask as two": (TwoMasks, (MASK, MASK), [(MASK, MASK), (MASK, NONE), (NONE, MASK), (NONE, NONE)]),
+    "two masks as one": (TwoMasks, (MASK, NONE), [(MASK, MASK), (NONE, NONE), (MASK, NONE)]),
+    "writes": (Writes, (MASK,), [(MASK,), (FIRST,), (NONE,), (OTHER_MASK,), (MASK,)]),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_arguments_that_are_one_tensor_or_that_code_writes_to(kind: str):
+    made, example, calls = CALLS[kind]
+    torch.manual_seed(0)
+    run(_compare_calls, 2, made("").double(), example, calls)

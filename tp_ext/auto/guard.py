@@ -54,7 +54,8 @@ from tp_ext.group import ParallelGroup
 FEW_RECORDS = 4  # flows of one kind of call, each for its own lengths and numbers, before symbols stand for these
 MAX_SEEN = 10_000
 MAX_READ = 64  # calls of one kind whose numbers are compared; for others the flow is recorded again
-MAX_PROOFS = 32  # of calls whose code reads numbers from arguments
+MAX_PROOFS = 32  # by values, of calls whose code reads numbers from arguments
+FEW_NUMBERS = 4  # proven by values with the same functions, before others are by shapes
 
 
 def structure_of(model: nn.Module) -> nn.Module:
@@ -308,15 +309,14 @@ class Guard:
             except Exception:  # of any type: of the model's code, on which the proof has a sentence
                 if in_part:
                     return None, None
-                return self.prove(on_meta(example, integers=False), changes), None
-            fixed = kinds, values_without_lengths(example), state, flow.numbers(values)
+                return self.prove(on_meta(example, integers=False), changes, None, hidden), None
+            fixed = kinds, values_without_lengths(example), state, flow.numbers
             example = on_meta(example, flow.read)
             known = self.known(flow, hidden, fixed)
-            if known is None and flow.read is not None:
-                self.count_proof(flow.read)
-            edits = self.prove(example, changes) if known is None else known.edits
-            proven = ProvenCall(flow.sizes, fixed, torch.is_grad_enabled(), edits)
-            self.flows.setdefault((flow.calls, hidden), []).append(proven)
+            edits = self.prove(example, changes, flow, hidden) if known is None else known.edits
+            if known is None or flow.read is None:
+                proven = ProvenCall(flow.sizes, fixed, torch.is_grad_enabled(), edits)
+                self.flows.setdefault((flow.calls, hidden), []).append(proven)
             self.records[group] += 1
             if self.records[group] > FEW_RECORDS and not in_part and flow.read is None:
                 regions = [(holds, edits) for holds in region_of(self.structure, example, flow)]
@@ -332,8 +332,7 @@ class Guard:
         if self.number_proofs >= MAX_PROOFS:
             raise RuntimeError(
                 f"{read.names()}: forward reads numbers from these arguments, at {', '.join(read.lines)}, and those of "
-                f"{MAX_PROOFS} calls have been proven in this process, each as a call of its own: pass fewer different "
-                "ones, or let the code use their tensors"
+                f"{MAX_PROOFS} calls that led to other code have been proven in this process: pass fewer different ones"
             )
         self.number_proofs += 1
 
@@ -357,12 +356,12 @@ class Guard:
         example = example_for(self.plan, self.structure)
         args, kwargs = arguments(example)
         named = named_arguments(self.structure, args, kwargs)
-        kinds, values, _ = signature({"args": args, **kwargs} if named is None else named)
+        kinds, _, _ = signature({"args": args, **kwargs} if named is None else named)
         try:
             flow = flow_of(self.structure, example)
         except Exception:  # of any type: each call is proven then
             return
-        fixed = kinds, values_without_lengths(example if named is None else named), (), flow.numbers(values)
+        fixed = kinds, values_without_lengths(example if named is None else named), (), flow.numbers
         self.flows.setdefault((flow.calls, ()), []).append(ProvenCall(flow.sizes, fixed, with_gradients=True))
 
     def known(self, flow: CallFlow, hidden: Any, fixed: Any) -> ProvenCall | None:
@@ -397,18 +396,27 @@ class Guard:
                     f"{name} requires a gradient"
                 )
 
-    def prove(self, example: Any, changes: dict[Path, str]) -> CallEdits | None:
+    def prove(self, example: Any, changes: dict[Path, str], flow: CallFlow | None, hidden: Any) -> CallEdits | None:
         """Plans the structure with these arguments, and compares; returns what the call does otherwise.
+
+        By shapes alone where the same functions were proven by values with several other numbers.
 
         Raises:
             RuntimeError: the call communicates elsewhere, or its values are not those of the unsharded model.
         """
         shown = sorted(example) if isinstance(example, dict) else "positional ones"
         advice = f"the plan's example shows no call with arguments of these kinds and lengths, {shown}: plan with one"
+        by_values = True
+        if flow is not None and flow.read is not None:
+            advice = f"the plan's example shows no call with these numbers of {flow.read.names()}: plan with one"
+            gradients = torch.is_grad_enabled()
+            same = [known.with_gradients >= gradients for known in self.flows.get((flow.calls, hidden), ())]
+            if by_values := sum(same) < FEW_NUMBERS:
+                self.count_proof(flow.read)
         if changes:
             advice = f"{sentence(changes)}: plan it so"
         try:
-            return plan_again(self.plan, self.structure, example, self.apply)
+            return plan_again(self.plan, self.structure, example, self.apply, by_values)
         except ValueError as error:
             raise RuntimeError(f"model: {advice}; {error}") from error
 

@@ -35,18 +35,20 @@ def _by_name(structure: nn.Module, edit: Any) -> Any:
     return dataclasses.replace(edit, path=(1, names[number], *edit.path[2:])) if number < len(names) else edit
 
 
-def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> CallEdits | None:
+def plan_again(
+    plan: Plan, structure: nn.Module, example: Any, apply: Apply, by_values: bool = True
+) -> CallEdits | None:
     """Plans an unsharded model again, with another example; returns what that call does otherwise at the boundaries of
-    the model, if anything.
+    the model, if anything. Not ``by_values``: its shapes alone are proven.
 
     Raises:
         ValueError: the plan that is carried out cannot serve the call.
     """
-    problem, edits = _compared(plan, structure, example, apply, False)
+    problem, edits = _compared(plan, structure, example, apply, False, by_values)
     # An argument may be a cache that the model has returned whole: sliced where its modules take it. Its gradient would
     # be that of the slice
     if problem and not torch.is_grad_enabled() and any(t.is_floating_point() for _, t in tensors(arguments(example))):
-        other, sliced = _compared(plan, structure, example, apply, True)
+        other, sliced = _compared(plan, structure, example, apply, True, by_values)
         if not other:
             return sliced
     if problem:
@@ -55,7 +57,7 @@ def plan_again(plan: Plan, structure: nn.Module, example: Any, apply: Apply) -> 
 
 
 def _compared(
-    plan: Plan, structure: nn.Module, example: Any, apply: Apply, shares_inputs: bool
+    plan: Plan, structure: nn.Module, example: Any, apply: Apply, shares_inputs: bool, by_values: bool
 ) -> tuple[str, CallEdits | None]:
     """Returns how the plan of another example differs from one that is carried out, or "", and what it does
     otherwise."""
@@ -106,7 +108,8 @@ def _compared(
     if not {*again.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then", None
     try:
-        prover = prover_of(planner, again, rules, BUDGET, apply) if plan.proof == "values" and plan.p > 1 else None
+        proves = by_values and plan.proof == "values" and plan.p > 1
+        prover = prover_of(planner, again, rules, BUDGET, apply) if proves else None
         differences = prover.differences(again) if prover is not None else {}
     except UnprovenError as error:
         # The shapes of this call are proven. Its values cannot be on this machine, which is no fault of the call

@@ -62,9 +62,10 @@ class CallFlow:
     holds: Callable[[Sequence[Any]], bool] | None = None
     read: ReadNumbers | None = None
 
-    def numbers(self, lengths: Sequence[Any]) -> tuple[Any, ...]:
-        """The numbers that code has read, as :meth:`ReadNumbers.kinds`."""
-        return () if self.read is None else self.read.kinds(lengths)
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """The numbers that code has read from arguments."""
+        return () if self.read is None else self.read.numbers()
 
 
 def leaves_of(args: Any, kwargs: Any) -> list[Any]:

@@ -142,13 +142,11 @@ class ReadNumbers:
 
     def names(self) -> str:
         """The arguments that are read, as a message names them."""
-        return ", ".join(dict.fromkeys(str(paths[0][1]) for paths in self.inputs.values())) or "none"
+        return ", ".join(dict.fromkeys(_name(paths[0]) for paths in self.inputs.values())) or "none"
 
-    def kinds(self, lengths: Sequence[Any]) -> tuple[Any, ...]:
-        """The numbers, by which of the lengths of the call's tensors each is, if it is one. Lengths that follow from
-        values are left out, as those of arguments are: no plan depends on them unless code branches."""
-        answers = [i.answer for i in self.instructions if i.answer is not None and not isinstance(i.answer, tuple)]
-        return tuple(("length", lengths.index(n)) if type(n) is int and n > 1 and n in lengths else n for n in answers)
+    def numbers(self) -> tuple[Any, ...]:
+        """The numbers without the lengths: as on lengths of arguments no plan depends on these unless code branches."""
+        return tuple(i.answer for i in self.instructions if i.answer is not None and not isinstance(i.answer, tuple))
 
 
 def read_ids(read: ReadNumbers | None, call: Any) -> set[int]:
@@ -293,7 +291,7 @@ class Numbers(TorchDispatchMode):
         roots = [self.roots[place] for t in operands for place in self.roots_of[_memory(t)]]
         if not all(root.paths for root in roots):
             return False
-        missing = [str(root.paths[0][1]) for root in roots if not has_values(root.tensor)]
+        missing = [_name(root.paths[0]) for root in roots if not has_values(root.tensor)]
         self.record.without_values += missing
         return not missing
 
@@ -334,6 +332,11 @@ class Numbers(TorchDispatchMode):
         instructions = self.leading_to(self.instructions, read)
         inputs = {place: root.paths for place, root in self.roots_for(instructions).items()}
         return ReadNumbers(inputs, instructions, [*dict.fromkeys(self.lines)])
+
+
+def _name(path: LeafPath) -> str:
+    """An argument as a message names it, of its path in ``(args, kwargs)``."""
+    return f"argument {path[1]}" if isinstance(path[1], int) else str(path[1])
 
 
 def _memory(tensor: Tensor) -> int:
