@@ -126,6 +126,11 @@ def experts(model: Reads, x: Tensor, ids: Tensor) -> Tensor:
     return result
 
 
+def zero(model: Reads, x: Tensor, kind: Tensor) -> Tensor:
+    h = model.up(x)
+    return model.down(h.tanh() if kind.max() == 0 else h.softmax(-1))
+
+
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]).bool()
 OTHER_MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 0, 1, 0]]).bool()
 ALL, NONE = torch.ones_like(MASK), torch.zeros_like(MASK)
@@ -148,6 +153,7 @@ MEMBERS: dict[str, tuple[Forward, Tensor, list[Tensor]]] = {
     "where": (where, MASK, [OTHER_MASK]),
     "repeated": (repeated, LENGTHS, [SHORTER]),
     "written": (written, LENGTHS, [SHORTER, torch.tensor([1, 1, 2])]),
+    "zero": (zero, torch.zeros(3).long(), [torch.zeros(3, 5).long()]),
     "equal": (equal, ALL, [MASK, ALL]),
     "experts": (experts, torch.arange(15).view(3, 5), [torch.arange(15).view(3, 5) * 2, torch.zeros(3, 5).long()]),
 }
@@ -363,8 +369,8 @@ def test_a_saved_plan_has_the_values_that_are_read(tmp_path: Path):
 
 class TwoMasks(Reads):
     def forward(self, x: Tensor, mask: Tensor, other: Tensor) -> Tensor:
-        y = self.mlp(x)
-        return (y if mask.any() else self.second(y)) * (2 if other.any() else 1)
+        h = self.up(x)
+        return self.down(h.tanh() if mask.any() == other.any() else h.softmax(-1))
 
 
 class Writes(Reads):
@@ -378,9 +384,14 @@ class Writes(Reads):
 
 def _compare_calls(group: Any, model: nn.Module, example: tuple[Any, ...], calls: list[tuple[Any, ...]]) -> None:
     plan = auto.plan(model, (_x(0), *copy.deepcopy(example)), 2)
+    assert "up.weight" in plan.shardings
     sharded = auto.apply(plan, copy.deepcopy(model), group)
     for call in calls:
         given = [copy.deepcopy(call) for _ in range(2)]
+        if call[0].any() != call[-1].any():  # with which the shards do not serve
+            with pytest.raises(RuntimeError, match="no call with these numbers of mask, other: plan with one"):
+                sharded(_x(1), *call)
+            continue
         outputs = [each(_x(1), *args) for each, args in zip((model, sharded), given, strict=True)]
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
         for wanted, got in zip(*given, strict=True):
@@ -389,8 +400,8 @@ def _compare_calls(group: Any, model: nn.Module, example: tuple[Any, ...], calls
 
 FIRST = torch.tensor([[1, 0, 0, 0, 0]] * 3).bool()
 CALLS: dict[str, tuple[type[Reads], tuple[Any, ...], list[tuple[Any, ...]]]] = {
-    "one mask as two": (TwoMasks, (MASK, MASK), [(MASK, MASK), (MASK, NONE), (NONE, MASK), (NONE, NONE)]),
-    "two masks as one": (TwoMasks, (MASK, NONE), [(MASK, MASK), (NONE, NONE), (MASK, NONE)]),
+    "one mask as two": (TwoMasks, (MASK, MASK), [(MASK, MASK), (MASK, OTHER_MASK), (NONE, NONE), (MASK, NONE)]),
+    "two masks as one": (TwoMasks, (MASK, OTHER_MASK), [(MASK, MASK), (NONE, NONE), (MASK, NONE)]),
     "writes": (Writes, (MASK,), [(MASK,), (FIRST,), (NONE,), (OTHER_MASK,), (MASK,)]),
 }
 
@@ -400,3 +411,16 @@ def test_arguments_that_are_one_tensor_or_that_code_writes_to(kind: str):
     made, example, calls = CALLS[kind]
     torch.manual_seed(0)
     run(_compare_calls, 2, made("").double(), example, calls)
+
+
+def divided(model: Reads, x: Tensor, mask: Tensor) -> Tensor:
+    h = model.up(x)
+    return model.down(h / h.shape[-1] if mask.any() else h)  # on a rank by another number
+
+
+def test_the_proof_runs_the_code_that_the_values_lead_to(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(MEMBERS, "divided", (divided, MASK, []))
+    mask = torch.zeros(2, 40).bool()
+    mask[:, -1] = True  # among the first tokens, which the proof takes of other examples, there is none
+    plan = auto.plan(Reads("divided"), (torch.randn(2, 40, WIDTH), mask), 2)
+    assert "values differ when it is sharded" in plan.why("up.weight")
