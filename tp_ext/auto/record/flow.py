@@ -199,7 +199,7 @@ def on_meta(example: Any, read: ReadNumbers | None = None, *, integers: bool = T
             return x
         is_read = id(x) in kept if integers else not (x.is_floating_point() or x.is_complex())
         if is_read and has_values(x):
-            return x.detach()
+            return x  # itself: one tensor in two arguments stays one
         return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
     return tree_map(meta, example)

@@ -126,7 +126,10 @@ class ReadNumbers:
         roots: dict[int, Tensor] = {}
         for place, paths in self.inputs.items():
             tensor = by_path.get(paths[0])
-            if tensor is None or not has_values(tensor) or any(by_path.get(path) is not tensor for path in paths):
+            if tensor is None or not has_values(tensor):
+                return False
+            # One tensor in two arguments, into one of which code may write, is another call than two tensors
+            if any(by_path.get(path) is not tensor for path in paths) or any(t is tensor for t in roots.values()):
                 return False
             roots[place] = tensor
         with _on_true_tensors():
