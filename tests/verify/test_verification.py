@@ -134,8 +134,9 @@ class Chatty(nn.Module):
 
 
 def test_right_models_of_other_kinds():
-    report = tp_ext.verify(Chatty, (X,))
-    assert report.ok, report
+    for make in (Chatty, lambda group: Watched(group, sum_of_all)):
+        report = tp_ext.verify(make, (X,))
+        assert report.ok, report
 
 
 def drifting_statistics(group):
@@ -143,6 +144,67 @@ def drifting_statistics(group):
     if group.rank() == 1:
         model.norm.momentum = 0.5
     return model
+
+
+class Watched(nn.Module):
+    """An MLP that notes the mean of its activations in a buffer that no state dict has, local or of all ranks."""
+
+    def __init__(self, group, note):
+        super().__init__()
+        self.mlp, self.note, self.group = mlp(group), note, group
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        # Other numbers on the ranks are right here: nothing writes to it
+        self.register_buffer("rank", torch.tensor(group.rank()), persistent=False)
+        self.forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        y = self.mlp(x)
+        return self.note(self, y)
+
+
+def local_mean(self, y):
+    self.seen = self.seen * 0.5 + self.mlp.up.weight.detach().sum()
+    return y
+
+
+def local_mean_in_training(self, y):
+    if self.training and not torch.is_grad_enabled():
+        self.seen.add_(self.mlp.up.weight.detach().sum())
+    return y
+
+
+def mean_on_a_rank(self, y):
+    if self.group.rank() == 1:
+        self.seen.add_(1)
+    return y
+
+
+def sum_of_all(self, y):
+    """As a layer should."""
+    self.seen = self.seen * 0.5 + tp_ext.reduce_from_region(self.mlp.up.weight.detach().sum(), self.group)
+    return y
+
+
+def local_output_without_gradients(self, y):
+    return y if torch.is_grad_enabled() or not self.training else y + self.group.rank()
+
+
+def local_output_in_later_forwards(self, y):
+    return y + self.group.rank() if self.forwards == 6 else y
+
+
+class Replaces(nn.Module):
+    """A module that puts a new tensor, which is local, in the place of its buffer."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.mlp = mlp(group)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + self.mlp.up.weight.detach().sum()
+        return self.mlp(x)
 
 
 def own_generator(group):
@@ -229,6 +291,12 @@ class AroundPartial(nn.Module):
     ("make", "p", "finding", "word"),
     [
         (drifting_statistics, 2, ("norm", "norm.running_mean"), "local"),
+        (lambda group: Watched(group, local_mean), 2, ("", "seen"), "partial sum"),
+        (lambda group: Watched(group, local_mean_in_training), 2, ("", "seen"), "partial sum"),
+        (lambda group: Watched(group, mean_on_a_rank), 2, ("", "seen"), "local branch"),
+        (lambda group: Watched(group, local_output_without_gradients), 2, ("", "output"), "local"),
+        (lambda group: Watched(group, local_output_in_later_forwards), 2, ("", "output"), "local"),
+        (Replaces, 2, ("", "seen"), "local"),
         (own_generator, 1, ("", "output"), "local"),
         (undeclared, 2, ("0", "0.weight"), "local"),
         (odd_only, 2, ("", "rank 0 raised ValueError"), "p: 2 must be odd"),

@@ -24,6 +24,8 @@ from tp_ext.sharding import Layout
 from tp_ext.verify.compare import PartsOfDim, Placement, compare, placements
 
 STEPS = 3
+LATER = ("train without gradients", "eval after training")
+"""Forwards after the steps: what a model counts or caches shows in them."""
 
 
 @dataclass(eq=False)
@@ -78,6 +80,7 @@ class Outcome:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)  # of parameters, then of inputs
     owners: dict[str, list[str]] = field(default_factory=dict)  # the modules of each parameter
     trained: dict[str, Tensor] = field(default_factory=dict)
+    written: dict[str, Tensor] = field(default_factory=dict)  # non-persistent buffers that forwards have changed
     collectives: dict[str, int] = field(default_factory=dict)
     in_blocks: bool = False  # whether all layers were built in tp_invariant
 
@@ -128,7 +131,8 @@ class LowestPrecision(TorchFunctionMode):
 
 
 def run(rank: int, group: Any, task: Task) -> Outcome:
-    """Builds the model and runs it in eval mode, then in train mode for three steps of AdamW."""
+    """Builds the model and runs it in eval mode, in train mode for three steps of AdamW, and in both modes without
+    gradients."""
     progress = task.progress[rank] = Progress()
     outcome = Outcome(rank)
     model = _built(group, task)
@@ -139,6 +143,7 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     blocks = {module.invariant_blocks for module in model.modules() if isinstance(module, ParallelModule)}
     # One layer outside of the context is enough for bits that depend on p
     outcome.in_blocks = len(blocks) > 0 and None not in blocks
+    unsaved = _unsaved_buffers(model, tensors)
     leaves, arguments = _arguments(task)
 
     def forward() -> Any:
@@ -190,8 +195,28 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
         assert optimizer is not None
         optimizer.step()
         optimizer.zero_grad()
-    outcome.trained = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    progress.phase = "a forward after the steps"
+    for phase in LATER:
+        model.train(phase == LATER[0])
+        with torch.no_grad():
+            outcome.outputs[phase] = [_kept(leaf) for leaf in output_leaves(forward())]
+    # Found anew: forward may have put another tensor in the place of a buffer
+    entries = census(model, assumed=parallel_group(group)).state()
+    outcome.trained = {name: _kept(entry.value) for name, entry in entries.items() if isinstance(entry.value, Tensor)}
+    for name, buffer in _unsaved_buffers(model, outcome.trained).items():
+        # One that no forward writes may differ rightly: the index of this rank's first row, for instance
+        if name not in unsaved or not _same(buffer, unsaved[name]):
+            outcome.written[name] = buffer
     return outcome
+
+
+def _unsaved_buffers(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of the buffers that are not in the state dict."""
+    return {name: _kept(buffer) for name, buffer in model.named_buffers() if name not in state}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 0.0, 0.0, equal_nan=True)
 
 
 def _built(group: Any, task: Task) -> nn.Module:

@@ -24,7 +24,7 @@ from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference
 from tp_ext.verify.localize import Trace, WrongModule
-from tp_ext.verify.record import STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
+from tp_ext.verify.record import LATER, STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
 
 _BOUND = 1e-9
@@ -50,7 +50,8 @@ def verify(
     3. outputs in eval mode and train mode, and the loss: a result that is a scalar, or its ``loss``, else the sum of
        the outputs times fixed random numbers. An output may be sharded along one dim;
     4. gradients of all parameters and of all floating-point arguments of forward;
-    5. three steps of AdamW: each loss, and parameters and buffers after them;
+    5. three steps of AdamW: each loss, and the outputs of two forwards without gradients after them, in train mode and
+       in eval mode; then parameters and buffers, those that no state dict has if a forward has written to them;
     6. the number of collectives of a step: the same on all ranks;
     7. types, for information: :func:`tp_ext.debug.typecheck`, where ``spmd_types`` is installed.
 
@@ -274,8 +275,10 @@ class _OutcomeComparison:
         return difference(present, right, floor)
 
     def _steps(self) -> list[Finding]:
-        compared = [comparison for step in range(1, STEPS) for comparison in self._compared(f"step {step}")]
+        phases = (*(f"step {step}" for step in range(1, STEPS)), *LATER)
+        compared = [comparison for phase in phases for comparison in self._compared(phase)]
         state, bound = self._state("trained", exact=False), _STEPS * self.bound
+        state |= self._written(bound)
         errors = [comparison.known_error for comparison in compared]
         self.row[f"{STEPS} steps"], self.row["state"] = _shown(errors, bound), "WRONG" if state else "right"
         wrong = next((comparison for comparison in compared if comparison.known_error > bound), None)
@@ -283,6 +286,21 @@ class _OutcomeComparison:
             cause = f"after a step {causes.of_activation(wrong, bound)}"
             return [self._finding("", "loss" if self.reference.scalar else "output", cause)]
         return list(state.values())
+
+    def _written(self, bound: float) -> dict[str, Finding]:
+        """Returns the findings of buffers that no state dict has, which have no layout, by name."""
+        findings: dict[str, Finding] = {}
+        names = (name for outcome in (self.reference, *self.outcomes) for name in outcome.written)
+        for name in dict.fromkeys(names):
+            full, locals_ = self.reference.written.get(name), [one.written.get(name) for one in self.outcomes]
+            compared = compare(full, locals_, self.tables)
+            if compared.wrong(bound):
+                number, alone = len(compared.locals), "one rank" if full is not None else "no rank"
+                cause = f"forwards write to it on {number} of {self.p} ranks, and on {alone} at p = 1: a local branch"
+                if full is not None and number == self.p:
+                    cause = f"after the forwards {causes.of_activation(compared, bound)}"
+                findings[name] = self._finding(name.rpartition(".")[0], name, cause)
+        return findings
 
     def _state(self, which: str, exact: bool) -> dict[str, Finding]:
         """Returns the findings of wrong parameters and buffers, initial (``"state"``) or ``"trained"``, by name."""
