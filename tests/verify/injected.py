@@ -88,16 +88,6 @@ def neighbours(x: Tensor, group: Any) -> Tensor:
     return shards[(group.rank() + 1) % group.size()]
 
 
-def seeded(path: str, name: str) -> Callable[[Any, Any], None]:
-    """Draws a parameter from a seed by rank."""
-
-    def put(model, group):
-        torch.manual_seed(group.rank())
-        model.get_submodule(path).reset_parameter(name)
-
-    return put
-
-
 def hooked(path: str, change: Callable[[Tensor, Any], Tensor]) -> Callable[[Any, Any], None]:
     """Changes the gradient of a parameter."""
     return lambda model, group: model.get_parameter(path).register_hook(lambda g: change(g, group)) and None
@@ -275,7 +265,9 @@ ERRORS = {
     "mask_by_rank": Error("gpt", replaced("blocks.0.dropout", own_mask), "blocks.0.dropout", "output", "mask"),
     "same_mask": Error("mlp", same_mask_on_all_shards, "", "output", "mask"),
     "mask_of_local_index": Error("sequence", None, "dropout", "output", "mask", MISTAKES["masks_of_the_local_index"]),
-    "router_by_rank": Error("experts", seeded("moe.router", "weight"), "moe.router", "moe.router.weight", "local"),
+    "router_by_rank": Error(
+        "experts", parameter("moe.router.weight", random_by_rank), "moe.router", "moe.router.weight", "local"
+    ),
     "linear_by_rank": Error("words", parameter("mix.weight", random_by_rank), "mix", "mix.weight", "local"),
     # Local numbers
     "logits_by_local_words": Error("gpt", after("head", of_width), "head", "output", "local"),
