@@ -34,7 +34,7 @@ from tp_ext.parallel.run_checks import (
     note_parallelized,
 )
 from tp_ext.parallel.step_inputs import StepInputs, on_all_data_ranks
-from tp_ext.parallel.step_loss import StepLoss, loss_terms
+from tp_ext.parallel.step_loss import StepLoss, loss_of_gathered, loss_terms, zero_of_loss
 from tp_ext.random import manual_seed
 
 
@@ -178,8 +178,10 @@ class ParallelRun:
         pp = None if pp is None or pp.size() == 1 else pp  # one stage needs no schedule
         sharding: dict[str, Any] = {}
         if zero > 1:
-            # Under a pipeline resharding would communicate in each microbatch, so zero = 3 keeps what it gathered
-            sharding = replicas.fsdp_options() | {"reshard_after_forward": zero == 3 and pp is None}
+            # Under a pipeline resharding would communicate in each microbatch, so zero = 3 keeps what it gathered.
+            # None frees the blocks alone: the loss may read the rest, such as the head, and backward needs it first
+            frees = zero == 3 and pp is None
+            sharding = replicas.fsdp_options() | {"reshard_after_forward": None if frees else False}
             if options.offload:
                 # Memory is pinned by the driver of CUDA; the default, True, raises without one
                 sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -188,14 +190,17 @@ class ParallelRun:
             # The zero hangs on all outputs: DDP and FSDP2 need gradients of the same parameters on all ranks
             if target.numel() == 0:  # of a data rank without rows: a mean over no tokens is NaN
                 zero = torch.stack([one.sum() for one in tree_leaves(output) if isinstance(one, Tensor)]).sum() * 0
+                with self._precision():
+                    zero = zero + zero_of_loss(loss, output, target)
                 return zero * torch.as_tensor(count(target))
             # A schedule calls the loss outside of the context of the forward
             with self._precision():
+                value = loss_of_gathered(loss, output, target)
                 if options.reduction == "sum":
-                    return loss(output, target)  # StepLoss checks it
+                    return value  # StepLoss checks it
                 # Sums over tokens add up over microbatches and data ranks of unequal lengths; means do not
                 counted = torch.as_tensor(count(target))
-                return loss_terms(loss(output, target), counted) * counted
+                return loss_terms(value, counted) * counted
 
         mean_over: list[Group] = [axis.name for axis in data.axes]
         self._schedule = self._ddp = None

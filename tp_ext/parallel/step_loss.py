@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from tp_ext._checks import check_choice
 from tp_ext.group import Group
@@ -48,6 +50,7 @@ class StepLoss:
             )
         self.values: list[Tensor] = []
         self.total: Tensor | None = None
+        self.misread = ""  # a sentence, if the loss has read a parameter that it must not
         self._loss, self._count, self._microbatches = loss, count, microbatches
         self._ranks = self._data.size if gradient_reduction == "mean" else 1
 
@@ -111,6 +114,43 @@ def loss_terms(value: Any, count: Tensor | None) -> Tensor:
     if value.shape != count.shape if several and count is not None else value.numel() != 1:
         raise ValueError(f"loss: its result of shape {tuple(value.shape)} must be {rule}")
     return value
+
+
+def loss_of_gathered(loss: Callable[..., Tensor], output: Any, target: Any) -> Tensor:
+    """Returns the loss of parameters that FSDP2 has gathered, if it reads any.
+
+    Raises:
+        ValueError: it reads one that FSDP2 has freed after the forward of its block.
+    """
+    try:
+        value = loss(output, target)
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ValueError(_FREED) from error
+    if isinstance(value, DTensor):
+        raise ValueError(_FREED)
+    return value
+
+
+_FREED = (
+    "loss: must not read a parameter of a block, which zero = 3 frees after the block's forward; take zero = 2, or "
+    "compute this term within forward. Parameters outside of the blocks, such as the head's, may be read"
+)
+
+
+def zero_of_loss(loss: Callable[..., Tensor], output: Any, target: Any) -> Tensor | int:
+    """Returns the zero by which a rank without rows has gradients of the parameters that ``loss`` reads, as the other
+    data ranks have, which wait for them."""
+    if not torch.is_grad_enabled():
+        return 0
+    try:  # of detached outputs: what reaches them is NaN times nothing, and some of them may have no rows
+        value = loss_of_gathered(loss, tree_map_only(Tensor, Tensor.detach, output), target)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if str(error) == _FREED:  # all data ranks raise this
+            raise
+        return 0  # it takes no empty batch
+    return value.nan_to_num().sum() * 0 if isinstance(value, Tensor) and value.requires_grad else 0
 
 
 def _checked_count(count: Any) -> Tensor:
