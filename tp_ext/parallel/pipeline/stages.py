@@ -404,24 +404,25 @@ def _schedule(
 ) -> tuple[Any, Clock]:
     """Returns a schedule of torch's class, with :class:`PipelineSteps`, and the clock of its stages.
 
-    The first loss raises ValueError if it reads one of the ``others``, parameters of stages of other ranks.
+    The first step raises ValueError if the loss reads one of the ``others``, parameters of stages of other ranks.
     """
     clock = Clock(device)
     stages = [TimedStage(module, index, number, device, group=group, clock=clock) for index, module in held.items()]
 
     checked = False
 
-    def refuse(tensor: Tensor) -> None:
+    def see(tensor: Tensor) -> None:
+        # Not raised here: the ranks of other stages would wait for gradients
         if tensor.requires_grad and any(param() is tensor for param in others):
-            raise ValueError(
-                f"loss: must not read a parameter of another stage, as that of shape {tuple(tensor.shape)}: this rank "
-                "would train a copy. Make it an nn.Module of the last part of the model; tie a weight by assigning it "
-                "to both"
+            loss.misread = (
+                f"loss: must not read a parameter of another stage, as that of shape {tuple(tensor.shape)}: the rank "
+                "of the loss would train a copy. Make it an nn.Module of the last part of the model; tie a weight by "
+                "assigning it to both"
             )
 
     def timed_loss(*args: Any, **options: Any) -> Tensor:
         nonlocal checked
-        with clock.busy("forward: loss"), nullcontext() if checked else watch_reads(refuse):
+        with clock.busy("forward: loss"), nullcontext() if checked else watch_reads(see):
             result = loss(*args, **options)
         checked = True
         return result

@@ -89,6 +89,7 @@ class PipelineSteps:
         self.reduce_gradients = None
         self._losses: Tensor | None = None
         self._loss: Tensor | None = None
+        self._loss_checked = False
         self._trained = False  # whether the last step has computed gradients, so that all ranks know that it has losses
         self._trainable: dict[str, bool] = {}
         for stage in setup.torch_stages:
@@ -229,6 +230,7 @@ class PipelineSteps:
         try:
             with setup.clock.step(), torch.set_grad_enabled(training):
                 result = super().step(*inputs, target=target, **given, **options)  # type: ignore[misc]
+            self._check_loss()
         except BaseException:  # as before the step, also after Ctrl-C: who catches it may go on
             setup.tied.restore()
             setup.loss.begin(None, setup.device)
@@ -363,6 +365,15 @@ class PipelineSteps:
                     f"{name}: shape {tuple(value.shape)} must have the {length} rows of the batch, along which it "
                     "is cut; pass kwarg_mbs=, the keyword arguments of each microbatch, for others"
                 )
+
+    def _check_loss(self) -> None:
+        """Raises ValueError if the first loss has read what it must not. Communicates: an exchange until it has run."""
+        if not self._loss_checked:
+            loss = self._setup.loss
+            ranks = all_gather_objects((bool(loss.values), loss.misread), self._setup.group)
+            if misread := next((text for _, text in ranks if text), ""):
+                raise ValueError(misread)
+            self._loss_checked = any(has_run for has_run, _ in ranks)
 
     def _check_same(self, batch: Batch, known: Batch, training: bool) -> None:
         """Raises ValueError if a batch has another shape than the known one, as far as this rank sees it."""
