@@ -115,10 +115,8 @@ class LoRALinear(ParallelModule):
             if self.gathers:
                 base.gather_output = False
             self.lora_A: nn.Module = ReplicatedLinear(base.in_features, r, False, init=first, **options)
-            column = type(base) if self._is_entered else ColumnParallelLinear
-            self.lora_B: nn.Module = column(
-                r, base.out_features, bias=False, parts=sharding.parts, init=last, **options
-            )
+            column: Any = type(base) if self._is_entered else ColumnParallelLinear
+            self.lora_B: nn.Module = column(r, base.out_features, False, parts=sharding.parts, init=last, **options)
         else:
             base.input_is_parallel = True
             # Of the base's class: one that scatters tokens by a plan of tp_ext.auto has an A that does so, too
