@@ -9,11 +9,11 @@ Groups of other ranks, such as those along a data axis, keep their generators ap
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,11 +32,11 @@ _REMEMBERED, _ROUNDS = 64, 1024  # states that were replaced, for recomputation,
 
 @dataclass
 class _Meetings:
-    """The present round of a group, in which each module meets its group at most once.
+    """The meetings of a group.
 
     Attributes:
-        number: of the round. compiled: whether code that draws has been compiled. messages: number of meetings.
-        replaced: state of this rank's generator before a meeting -> number of the round, state of rank 0.
+        number: of forwards that have drawn. compiled: whether code that draws has been compiled. messages: number of
+        meetings. replaced: state of this rank's generator before a meeting -> number of the forward, state of rank 0.
     """
 
     number: int = 0
@@ -52,7 +52,7 @@ class DrawObserver:
 
 
 _rounds: weakref.WeakKeyDictionary[ProcessGroup, _Meetings] = weakref.WeakKeyDictionary()
-_functions: dict[CodeType, dict[str, Any]] = {}  # that draw and are no methods of modules, as owners
+_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -77,16 +77,12 @@ def follow_first(groups: Iterable[ParallelGroup], device: torch.device) -> None:
             _take_over(group, device)
 
 
-def begin_draw(owner: dict[str, Any], groups: Iterable[ParallelGroup], device: torch.device, place: int = 0) -> None:
-    """Calls :func:`follow_first` at the first draw of a forward.
+def begin_draw(groups: Iterable[ParallelGroup], device: torch.device) -> None:
+    """Calls :func:`follow_first` at the first draw of a forward: of a call of the outermost module that runs now, or of
+    each draw outside of modules.
 
-    A module that draws again begins a new forward; so no code has to say where one begins, and all ranks meet at the
-    same draws. In a recomputation, whose generators torch has put back, a state that was replaced is replaced again.
-
-    Args:
-        owner: the ``__dict__`` of the module that draws, where the round is noted.
-        place: distinguishes draws of one forward of the module.
-    """
+    So no code has to say where a forward begins, and all ranks meet at the same draws. In a recomputation, whose
+    generators torch has put back, a state that was replaced is replaced again."""
     for group in groups:
         if group.size == 1:
             continue
@@ -96,15 +92,29 @@ def begin_draw(owner: dict[str, Any], groups: Iterable[ParallelGroup], device: t
             if torch._C._current_graph_task_id() != -1:
                 _replace_again(present, device)
                 continue
-            noted = owner.setdefault("_drawn_in_round", {})
-            key = group.name, place
-            last = noted.get(key)
-            if last in (None, present.number):
-                present.number += last is not None
+            if _is_first_of_forward(group.name, device):
+                present.number += 1
                 _take_over(group, device)
-            noted[key] = present.number
             if DrawObserver.compare is not None:
                 DrawObserver.compare(group, default_generator(device))
+
+
+def _is_first_of_forward(group: str, device: torch.device) -> bool:
+    """True at the first draw over a group in the call of the outermost module that runs now, and outside of modules.
+
+    It is noted among the locals of that call, whose end no hook has to see."""
+    outermost, frame = None, sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            outermost = frame
+        frame = frame.f_back  # type: ignore[assignment]
+    if outermost is None:
+        return True
+    met = outermost.f_locals.setdefault("tp_ext drew", set())
+    key = group, device.type, device.index
+    is_first = key not in met
+    met.add(key)
+    return is_first
 
 
 def _can_meet(device: torch.device) -> bool:
@@ -119,14 +129,6 @@ def _round_of(group: ParallelGroup) -> _Meetings | None:
     except (ValueError, RuntimeError, KeyError):  # destroyed, or never made: nothing will communicate over it
         return None
     return _rounds.setdefault(ranks, _Meetings())
-
-
-def begin_draw_of(caller: FrameType, group: ParallelGroup, device: torch.device) -> None:
-    """Calls :func:`begin_draw` for code that draws by a function: a module's method, or another function."""
-    if group.size > 1:
-        module = caller.f_locals.get("self")
-        owner = module.__dict__ if isinstance(module, nn.Module) else _functions.setdefault(caller.f_code, {})
-        begin_draw(owner, (group,), device, caller.f_lasti)
 
 
 def _compare_while_compiling(name: str, kind: str, index: int | None) -> None:
@@ -168,8 +170,14 @@ def _take_over(group: ParallelGroup, device: torch.device) -> None:
         if present.replaced:  # of an earlier run with the same seed
             present.replaced.pop(before.numpy().tobytes(), None)
         return
-    random_scope.take_over_seed(_seed_of(received[:_SEED_BYTES]))
+    scope_seed = random_scope.take_over_seed(_seed_of(received[:_SEED_BYTES]))
     state = received[_SEED_BYTES:].clone()
+    if scope_seed is not None:
+        # Masks by name follow from the seed of the job. The first rank's generator may be that of another stage, whose
+        # scopes are not known here
+        if scope_seed == generator.initial_seed():
+            return
+        state = torch.Generator(device).manual_seed(scope_seed).get_state()
     present.replaced[before.numpy().tobytes()] = present.number, state
     while len(present.replaced) > _REMEMBERED:
         del present.replaced[next(iter(present.replaced))]

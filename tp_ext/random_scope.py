@@ -192,16 +192,17 @@ def current_scope(device: torch.device) -> MaskScope | None:
     return scope
 
 
-def take_over_seed(seed: int | None) -> None:
-    """Makes the seed of the job that of another rank, and the scope that has been entered one of that seed."""
-    if seed is None or seed == base.seed:
-        return
-    base.seed = seed
+def take_over_seed(seed: int | None) -> int | None:
+    """Makes the seed of the job that of another rank; in a scope, which is one of that seed then, returns the seed of
+    its generators."""
     entered = _scopes.get(torch.default_generator.initial_seed())
-    if entered is not None:
-        scope = MaskScope(*entered.arguments)
-        _recent.append(scope.step)
-        _scopes[scope.generator_seed] = scope
+    if seed is not None and seed != base.seed:
+        base.seed = seed
+        if entered is not None:
+            entered = MaskScope(*entered.arguments)
+            _recent.append(entered.step)
+            _scopes[entered.generator_seed] = entered
+    return None if entered is None else entered.generator_seed
 
 
 def _draw_ticket(device: torch.device) -> int:

@@ -244,7 +244,8 @@ class _Applied:
         local = local_of(self.plan.patches, self.plan.sizes, self.group.rank)
         patch(self.model, local.patches)
         self.register_hooks(own_input)
-        register_functions(self.model, self.plan.functions)
+        if self.plan.invariant_blocks is not None:
+            register_functions(self.model, self.plan.functions)
         for name, calls in local.sizes.items():
             SizedForward(self.model.get_submodule(name), name, calls).install()
         convert_direct_calls(self.model, self.plan, self.group)

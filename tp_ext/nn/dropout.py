@@ -1,9 +1,7 @@
 """Dropout with the masks of the unsharded model, for every p and every sharded dim."""
 
 import math
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from tp_ext import _ops
 from tp_ext._checks import check_int, refuse_group
-from tp_ext.common_generator import begin_draw, begin_draw_of
+from tp_ext.common_generator import begin_draw
 from tp_ext.group import NOT_GIVEN, Group, layer_group, parallel_group
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import draw_seed
@@ -54,8 +52,8 @@ def dropout(
         ValueError: ``p`` is no probability, or ``sizes`` does not fit x. IndexError: no such ``dim``.
     """
     _check_p(p)
-    caller = None if torch.compiler.is_compiling() or group is NOT_GIVEN else sys._getframe(1)
-    return masked(x, p, training, bias=bias, residual=residual, group=group, dim=dim, sizes=sizes, caller=caller)
+    follows = group is not NOT_GIVEN and not torch.compiler.is_compiling()
+    return masked(x, p, training, bias=bias, residual=residual, group=group, dim=dim, sizes=sizes, follows=follows)
 
 
 def masked(
@@ -68,9 +66,9 @@ def masked(
     group: Group = NOT_GIVEN,
     dim: int | None = None,
     sizes: Sequence[int] | None = None,
-    caller: FrameType | None = None,
+    follows: bool = False,
 ) -> Tensor:
-    """Computes :func:`dropout`, with the generator of this rank as it is unless the code that draws is given."""
+    """Computes :func:`dropout`, with the generator of this rank as it is unless ``follows``: then with rank 0's."""
     # Replicated: the slice is the full tensor
     index = (max(x.numel(), 1),) * 2 + (0,)
     if dim is not None:
@@ -84,8 +82,8 @@ def masked(
             return x
         no_seed = torch.zeros((), dtype=torch.int64, device=x.device)  # without a draw from torch's generator
         return _ops.bias_dropout_residual(x, bias, residual, no_seed, 0.0, *index)
-    if caller is not None:
-        begin_draw_of(caller, parallel_group(group), x.device)
+    if follows:
+        begin_draw((parallel_group(group),), x.device)
     return _ops.bias_dropout_residual(x, bias, residual, draw_seed(x.device), p, *index)
 
 
@@ -139,7 +137,7 @@ def layer_dropout(
     :func:`tp_ext.random.at`. ``dim`` is 0, the last one, or None."""
     by_name = x.dim() > 0 and draws_by_name(module, x.device)
     if p > 0:
-        begin_draw(module.__dict__, (module.tp_group,), torch.device("cpu") if by_name else x.device)
+        begin_draw((module.tp_group,), torch.device("cpu") if by_name else x.device)
     if p == 0 or not by_name:
         return masked(x, p, residual=residual, group=module.tp_group.name or None, dim=dim, sizes=sizes)
     span = None if dim is None else _span(x, module.tp_group, dim, sizes)

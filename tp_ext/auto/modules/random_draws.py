@@ -169,8 +169,7 @@ class Masks(TorchFunctionMode):
         return input.copy_(result) if inplace and result is not input else result
 
     def masked(self, draw: Draw, x: Tensor, p: float) -> Tensor:
-        running = self.running[-1]
-        begin_draw(running.begun.__dict__, (self.group,), x.device, running.next)
+        begin_draw((self.group,), x.device)
         # The lengths of shards of tokens are those of the run: the plan does not have them
         if draw.tokens and self.tokens is not None and draw.dim is not None:
             sizes = self.tokens.sizes_of(x, draw.dim)
@@ -348,9 +347,9 @@ class BeginOtherDraws:
         if module.training or self.always:
             # Nothing says on which device it will draw
             on_cuda = next((t.device for t in (*module.parameters(), *tree_leaves(args)) if _is_on_cuda(t)), None)
-            for place, device in enumerate((torch.device("cpu"), on_cuda)):
+            for device in (torch.device("cpu"), on_cuda):
                 if device is not None:
-                    begin_draw(self.__dict__, (self.group,), device, place)
+                    begin_draw((self.group,), device)
 
 
 def _is_on_cuda(value: Any) -> bool:

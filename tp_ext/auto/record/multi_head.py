@@ -208,7 +208,7 @@ class ShardedAttention(nn.MultiheadAttention):
             unseen = (scores == -torch.inf).all(-1, keepdim=True) & (not need_weights)
             weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
             if dropped and self.tp_group is not None:
-                begin_draw(self.__dict__, (self.tp_group,), weights.device)
+                begin_draw((self.tp_group,), weights.device)
                 weights = masked(weights, dropped, True, group=self.tp_group.name, dim=1, sizes=self.heads_of_ranks)
             mixed = weights @ v
         else:

@@ -171,7 +171,7 @@ class SelfAttention(ParallelModule):
         # torch's own masks, of dropout that is not exact, have no seed of ours
         by_name = exact and draws_by_name(self, q.device)
         groups = (self.tp_group,) if context is None else (self.tp_group, context)
-        begin_draw(self.__dict__, groups, q.device if exact and not by_name else torch.device("cpu"))
+        begin_draw(groups, q.device if exact and not by_name else torch.device("cpu"))
         if not by_name:
             return [None] * count
         starts = [0] if lengths is None else [0, *accumulate(lengths)][:-1]
