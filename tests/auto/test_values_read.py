@@ -399,7 +399,7 @@ def _compare_calls(group: Any, model: nn.Module, example: tuple[Any, ...], calls
         given = [copy.deepcopy(call) for _ in range(2)]
         is_one = isinstance(model, WritesToOne) and call[0] is call[1]
         if call[0].any() != call[-1].any() or is_one:  # with which the shards do not serve
-            with pytest.raises(RuntimeError, match="no call with these numbers of .*: plan with one"):
+            with pytest.raises(RuntimeError, match=r"no call with these numbers of .*: plan with one"):
                 sharded(_x(1), *call)
             continue
         outputs = [each(_x(1), *args) for each, args in zip((model, sharded), given, strict=True)]

@@ -129,7 +129,7 @@ class ReadNumbers:
             if tensor is None or not has_values(tensor):
                 return False
             # One tensor in two arguments, into one of which code may write, is another call than two tensors
-            if any(by_path.get(path) is not tensor for path in paths) or any(t is tensor for t in roots.values()):
+            if [path for path, t in by_path.items() if t is tensor] != [*paths]:
                 return False
             roots[place] = tensor
         with _on_true_tensors():
