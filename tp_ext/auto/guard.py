@@ -221,8 +221,11 @@ class Guard:
             if numbers.hold(arguments(example)):
                 return edits
         edits, read = None, None
-        if not opaque or named is not None:
-            edits, read = self.look_at(module, call, changes, example, bool(opaque))
+        # In inference mode operators are others, which have no rules
+        gradients = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            if not opaque or named is not None:
+                edits, read = self.look_at(module, call, changes, example, bool(opaque))
         if read is not None:
             self.read.setdefault(call, collections.deque(maxlen=MAX_READ)).appendleft((read, edits))
             return edits
