@@ -367,6 +367,20 @@ def test_a_saved_plan_has_the_values_that_are_read(tmp_path: Path):
     run(_saved, 2, file)
 
 
+def _new_in_inference_mode(group: Any) -> None:
+    torch.manual_seed(0)
+    model = Reads("any").double()
+    plan = auto.plan(model, (_x(0), MASK), 2)
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    with torch.inference_mode():
+        for values in (MASK, NONE, OTHER_MASK, NONE):
+            torch.testing.assert_close(sharded(_x(1), values.clone()), model(_x(1), values), rtol=1e-12, atol=1e-12)
+
+
+def test_a_call_that_is_new_in_inference_mode():
+    run(_new_in_inference_mode, 2)
+
+
 class TwoMasks(Reads):
     def forward(self, x: Tensor, mask: Tensor, other: Tensor) -> Tensor:
         h = self.up(x)

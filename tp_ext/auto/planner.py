@@ -50,8 +50,9 @@ def plan(
     (docs/guide/auto.md).
 
     Args:
-        model: any module, also on meta; it is not changed. Its forward must not branch on the values of tensors.
-        example: arguments of forward: a dict of keyword arguments, or a tuple. With ``labels=`` or the like the loss is
+        model: any module, also on meta; it is not changed. Its forward must not branch on the values of activations.
+        example: arguments of forward: a dict of keyword arguments, or a tuple; those of which forward reads numbers,
+            such as masks and lengths, with their values. With ``labels=`` or the like the loss is
             part of the plan, and logits stay sharded up to it.
         p: number of ranks.
         hints: pattern of names of modules or parameters -> ``"whole"``, ``"sharded"``, or the :class:`~tp_ext.P` of a
