@@ -28,6 +28,7 @@ from tp_ext.group import ParallelGroup, parallel_group, process_group
 _SEED_BYTES = 32
 _CUDA = torch.device("cuda")
 _REMEMBERED, _ROUNDS = 64, 1024  # states that were replaced, for recomputation, and for how many forwards
+_KEPT_MESSAGES = 1024  # in the store: by as many a rank may be behind the first, which the layers' collectives bound
 
 
 @dataclass
@@ -204,8 +205,8 @@ def _from_first(group: ParallelGroup, present: _Meetings, message: Tensor) -> Te
     if group.rank > 0:
         return torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
     store.set(key, message.numpy().tobytes())
-    if present.messages > _REMEMBERED:  # no rank is so far behind: others of the group wait for it in every layer
-        store.delete_key(f"tp_ext.generator.{group.torch_name}.{present.messages - _REMEMBERED}")
+    if present.messages > _KEPT_MESSAGES:
+        store.delete_key(f"tp_ext.generator.{group.torch_name}.{present.messages - _KEPT_MESSAGES}")
     return message
 
 

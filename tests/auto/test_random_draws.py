@@ -226,8 +226,25 @@ def test_of_tensors_that_look_alike_the_place_of_the_call_names_the_draw() -> No
 
 
 def test_another_number_of_calls_that_look_alike_is_refused() -> None:
-    words = "the model: its forward calls drop 7 times where its plan has 5 calls"
+    words = "it draws other random numbers then, in drop"
     run_raises(_shared, 2, RuntimeError, words, nn.Dropout(0.3), 2 * WIDTH, in_turns=False)
+
+
+class Switched(Mlp):
+    """Draws where an argument says so."""
+
+    def forward(self, x: Tensor, draws: bool = False) -> Tensor:
+        h = self.up(x).relu()
+        return self.down(F.dropout(h, 0.5, self.training) if draws else h)
+
+
+def _switched(group: Any) -> None:
+    model, x = Switched(INNER, nn.Identity()).double(), torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    auto.apply(auto.plan(model, (x,), parallel_group(group).size), model, group)(x, draws=True)
+
+
+def test_a_call_that_draws_where_the_example_did_not_is_refused() -> None:
+    run_raises(_switched, 2, RuntimeError, "it draws other random numbers then, in the model", in_turns=False)
 
 
 # ---------------------------------------------------------------- random numbers of other operators

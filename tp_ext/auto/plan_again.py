@@ -4,7 +4,9 @@ otherwise at the boundaries of the model."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from tp_ext.auto.modules.call_edits import CallEdits
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
-from tp_ext.auto.record.edits import Slice
+from tp_ext.auto.record.edits import Draw, Slice
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import arguments
@@ -33,6 +35,28 @@ def _by_name(structure: nn.Module, edit: Any) -> Any:
     names = argument_names(structure)
     number = edit.path[1]
     return dataclasses.replace(edit, path=(1, names[number], *edit.path[2:])) if number < len(names) else edit
+
+
+def _place_of(draw: Draw | None) -> tuple[Any, ...] | None:
+    return None if draw is None else (draw.caller, draw.number, draw.mask)
+
+
+def _draws_otherwise(plan: Plan, again: Plan, drawing: set[str]) -> str:
+    """Returns a module that draws masks in a call which its hooks, of the plan that is carried out, would not draw; or
+    "". Draws are found by their tensors where these differ, else by their places."""
+    for module in sorted(drawing):
+        draws, draws_now = ([draw for draw in of.masks if draw.module == module] for of in (plan, again))
+        places: Iterator[Draw | None] = itertools.cycle(draws) if draws else itertools.repeat(None)
+        for draw, planned in zip(draws_now, places, strict=False):
+            fitting = [
+                d for d in draws if d.call == draw.call and (None in (d.shape, draw.shape) or d.shape == draw.shape)
+            ]
+            by_place = planned in fitting and _place_of(planned) == _place_of(draw)
+            by_tensor = all(d.mask == draw.mask for d in fitting)
+            is_begun = fitting and (not draw.always or any(d.always for d in draws))
+            if not is_begun or not (by_tensor or by_place):
+                return module or "the model"
+    return ""
 
 
 def plan_again(
@@ -104,6 +128,12 @@ def _compared(
     for module in called:
         if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
             return f"{module or 'the model'} reads other integers then", None
+    if module := _draws_otherwise(plan, again, {call.module for call in record.random_calls if call.draws}):
+        return f"it draws other random numbers then, in {module}", None
+    # A gradient that is a rank's part is refused at each call by the plan's list
+    wanted = [path for path in again.refused_inputs if path not in plan.refused_inputs]
+    if torch.is_grad_enabled() and any(path in wanted and t.requires_grad for path, t in record.inputs):
+        return "the gradient of an argument would be a rank's part then", None
     # Hooks of the model give its logits their full shape in every call
     if not {*again.heads} <= {*plan.heads}:
         return "it has other results with a sharded dim then", None
