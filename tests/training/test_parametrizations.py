@@ -162,7 +162,7 @@ def _ask(group, which, what):
 @pytest.mark.parametrize("which", WRONG)
 def test_the_rest_is_refused(which, what):
     match = r"parametrizations\.weight\..*must have the \[5, 5\] elements of weight on the ranks.*p = 2"
-    ranks.run_raises(_ask, 2, ValueError, match, which, what)
+    ranks.run_raises(_ask, 2, ValueError, match, which, what, in_turns=False)
     ranks.run(_ask, 1, which, what)
 
 
@@ -177,7 +177,7 @@ def _whole(group, kind, wrap, what):
 def test_parametrizations_of_the_whole_matrix_are_refused(kind, wrap):
     for what in ("shardings", "state"):
         match = rf"parametrizations\.weight\..*_{wrap} must see all of weight.*p = 2"
-        ranks.run_raises(_whole, 2, ValueError, match, kind, wrap, what)
+        ranks.run_raises(_whole, 2, ValueError, match, kind, wrap, what, in_turns=False)
         ranks.run(_whole, 1, kind, wrap, what)
 
 
