@@ -66,6 +66,10 @@ REFUSED = {
     "triangle": _by(lambda own, w: w.triu()),
     "flipped": _by(lambda own, w: w.flip(0, 1)),
     "dropout": _by(lambda own, w: F.dropout(w, 0.5, own.training)),
+    "largest norm": _by(lambda own, w: w * (100 / w.norm().clamp(min=100))),
+    "norm in eval mode": _by(lambda own, w: w if own.training else w / w.norm()),
+    "norm of many rows": _by(lambda own, w: w / w.norm() if len(w) > 3 else w),
+    "norm of negative numbers": _by(lambda own, w: w / (1 + w.clamp(max=0).norm())),
     "second of two": lambda layer: [RIGHT["sinh"](layer), _by(lambda own, w: w / w.norm())(layer)],
     "orthogonal": lambda layer: parametrizations.orthogonal(layer),
     "spectral_norm": lambda layer: parametrizations.spectral_norm(layer),
@@ -174,6 +178,63 @@ def test_the_rest_is_refused(kind, device):
     for p in (1, 2, 3):
         if (p, device) != (1, "meta"):
             tp_ext.debug.simulate(_refused, p, kind, device)
+
+
+def _counts(own, w):
+    own.calls += 1
+    return w / w.norm() if own.calls > 2 else w
+
+
+def _switch(own, w):
+    return w / w.norm() if own.on else w
+
+
+SWITCHES = {  # a change after the registration, by which the parametrization normalises
+    "buffer": (_switch, {"on": torch.tensor(False)}, lambda own: own.on.fill_(True)),
+    "buffer replaced": (_switch, {"on": torch.tensor(False)}, lambda own: setattr(own, "on", torch.tensor(True))),
+    "attribute": (_switch, {"on": False}, lambda own: setattr(own, "on", True)),
+    "counter": (_counts, {"calls": 0}, lambda own: None),
+    "loaded": (
+        _switch,
+        {"on": torch.tensor(False)},
+        lambda own: own.load_state_dict({"on": torch.tensor(True)}),
+    ),
+}
+
+
+def _switched(rank, group, name):
+    function, held, change = SWITCHES[name]
+    layer, own = _layer("column", group), By(function, **{k: v for k, v in held.items() if isinstance(v, torch.Tensor)})
+    for key, value in held.items():
+        setattr(own, key, copy.deepcopy(value))
+    parametrize.register_parametrization(layer, "weight", own)
+    layer, x = copy.deepcopy(layer), torch.ones(1, 8, dtype=F64)
+    layer(x)
+    change(layer.parametrizations.weight[0])
+    with pytest.raises(ValueError, match=r"weight.*this parametrization is not one of each shard on its own"):
+        for _ in range(3):
+            layer(x)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_that_is_set_later_is_judged_again(name):
+    tp_ext.debug.simulate(_switched, 2, name)
+
+
+def _scaled_later(rank, group):
+    layer = _layer("column", group)
+    parametrize.register_parametrization(
+        layer, "weight", By(lambda own, w: own.by * w, by=torch.tensor(1.0, dtype=F64))
+    )
+    x = torch.ones(1, 8, dtype=F64)
+    before = layer(x)[..., :1]
+    layer.parametrizations.weight[0].by.fill_(2.0)
+    return before, layer(x)[..., :1], layer.bias[:1]
+
+
+def test_a_number_that_changes_is_right():
+    for before, after, bias in tp_ext.debug.simulate(_scaled_later, 2):
+        torch.testing.assert_close(after - bias, 2 * (before - bias))
 
 
 def _elsewhere(rank, group):

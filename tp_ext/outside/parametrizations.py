@@ -1,12 +1,15 @@
 """Weights that torch computes from others, over shards: right where each row or column of the sharded dim is computed
 on its own, as by anything elementwise, and refused elsewhere.
 
-Which of both holds is found by running: the same parametrization, or mask, of a few rows alone, and of these rows
-behind as many others, must agree. Nothing of the caller's, nor the state of torch's generators, changes.
+Which of both holds is found by running: the same parametrization, or mask, of rows alone, and of these rows behind as
+many others, must agree, for numbers of several magnitudes, in train mode and in eval mode. It is run again before a
+forward when a buffer or a number that it holds has changed: it may be a switch. Nothing of the caller's, nor the state
+of torch's generators, changes.
 """
 
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +24,8 @@ from tp_ext.model.fqn import OF_THE_WHOLE, layout_of
 from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout, Sharding
 
-_ROWS = 8  # of the sharded dim, that are tried
+_ELEMENTS = 1 << 20  # of a trial; of a larger shard fewer rows are tried
+_SCALES = (1.0, -0.01, 100.0)  # of the numbers of a trial: what clips by a norm only clips large ones
 
 
 def make_parametrization_list(
@@ -37,10 +41,14 @@ def make_parametrization_list(
         ValueError: the tensor is a shard, and the parametrization is not one of each shard on its own; or it is of a
             layer built in :func:`tp_ext.tp_invariant`, on one rank too.
     """
-    for name, layout in _places(original):
+    places = list(_places(original))
+    for name, layout in places:
         _refuse_blocks(name, layout)
         _check_parametrization(torchs, list(modules), original, name, layout)
     torchs(maps, modules, original, unsafe)
+    if places:
+        maps._tp_judged = _switches(maps)  # type: ignore[assignment]
+        maps.register_forward_pre_hook(_judge_again)
 
 
 def append_parametrization(
@@ -51,14 +59,42 @@ def append_parametrization(
     Raises:
         ValueError: as :func:`make_parametrization_list`.
     """
-    # The list does not know its module, which has the layout
-    for carrier in list(Carriers.modules) if isinstance(maps, ParametrizationList) and len(maps) else ():
+    if isinstance(maps, ParametrizationList) and len(maps):
+        for name, layout in _places_of_list(maps):
+            _check_parametrization(ParametrizationList.__init__, [module], maps().detach(), name, layout)
+    return torchs(maps, module)
+
+
+def _places_of_list(maps: ParametrizationList) -> Iterator[tuple[str, Layout]]:
+    """Yields the name and the layout of the shard that the list computes. It does not know its module, which has it."""
+    for carrier in list(Carriers.modules):
         lists: Any = carrier._modules.get("parametrizations")
         for name in (name for name, entry in (lists.items() if lists is not None else ()) if entry is maps):
             layout = layouts_of(carrier).get(name)
             if layout is not None and is_sharded(layout):
-                _check_parametrization(ParametrizationList.__init__, [module], maps().detach(), name, layout)
-    return torchs(maps, module)
+                yield name, layout
+
+
+def _judge_again(maps: ParametrizationList, args: Any) -> None:
+    """Raises, as a forward pre-hook, if the parametrization has become one that is not of each shard on its own."""
+    if torch.compiler.is_compiling() or (switches := _switches(maps)) == maps._tp_judged:
+        return
+    for name, layout in _places_of_list(maps):
+        _check_parametrization(ParametrizationList.__init__, list(maps), maps.forward().detach(), name, layout)
+    maps._tp_judged = switches  # type: ignore[assignment]
+
+
+def _switches(maps: ParametrizationList) -> list[Any]:
+    """Returns what a parametrization may branch on: its buffers, as they were written last, numbers and strings."""
+    found: list[Any] = []
+    for module in itertools.chain.from_iterable(entry.modules() for entry in maps):
+        found += [(id(buffer), buffer._version) for buffer in module._buffers.values() if buffer is not None]
+        found += [
+            (name, value)
+            for name, value in vars(module).items()
+            if name != "training" and isinstance(value, bool | int | float | str | None)
+        ]
+    return found
 
 
 def apply_pruning(
@@ -144,9 +180,24 @@ def _found_beyond_a_shard(
     Args:
         shortest: the smallest length along ``dim`` on any rank, so that all ranks try the same.
     """
-    rows, both = _rows_and_twice(original, dim, shortest)
+    return next(
+        (name for scale in _SCALES if (name := _found_at(scale, make, modules, original, dim, shortest))),
+        "",
+    )
+
+
+def _found_at(
+    scale: float,
+    make: Callable[..., None],
+    modules: list[nn.Module],
+    original: Tensor,
+    dim: int,
+    shortest: int,
+) -> str:
+    """Returns what :func:`_found_beyond_a_shard` does, for numbers of this magnitude."""
+    rows, both = _rows_and_twice(original, dim, shortest, scale)
     try:
-        alone, behind = (_trial(make, modules, one, original.shape[dim], dim, shortest) for one in (rows, both))
+        alone, behind = (_trial(make, modules, one, original.shape[dim], dim, rows.shape[dim]) for one in (rows, both))
         trained = dict(behind.named_parameters())
         for (local, one), (_, two) in zip(_tensors(alone), _tensors(behind), strict=True):
             if one.dim() == rows.dim() and one.shape[dim] == rows.shape[dim] and two.shape[dim] == both.shape[dim]:
@@ -158,29 +209,35 @@ def _found_beyond_a_shard(
             else:
                 two.data = one.clone()
         with torch.no_grad():
-            same = _is_second_half(_seeded(behind, rows), _seeded(alone, rows), dim)
+            same = all(
+                _is_second_half(_seeded(behind.train(mode), rows), _seeded(alone.train(mode), rows), dim)
+                for mode in (True, False)
+            )
     except (RuntimeError, ValueError, IndexError):  # it takes this number of elements only
         same = False
     return "" if same else "original"
 
 
-def _rows_and_twice(tensor: Tensor, dim: int, shortest: int) -> tuple[Tensor, Tensor]:
-    """Returns a tensor like some rows of this one along ``dim``, and it behind as many others. Numbers are made up: a
-    tensor on meta has none, and ranks with other numbers might not agree."""
-    shape = [_tried(shortest) if index == dim else size for index, size in enumerate(tensor.shape)]
+def _rows_and_twice(tensor: Tensor, dim: int, shortest: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns a tensor like rows of this one along ``dim``, and it behind as many others. Numbers are made up: a tensor
+    on meta has none, and ranks with other numbers might not agree.
+
+    Args:
+        shortest: the smallest number of rows on any rank; as many are tried, of a large tensor fewer.
+        scale: the numbers' largest magnitude, with their sign.
+    """
+    of_a_row = max(1, tensor.numel() // max(1, tensor.shape[dim]))
+    shape = list(tensor.shape)
+    shape[dim] = max(1, min(shortest, _ELEMENTS // of_a_row))
     rows = _spread(torch.empty(shape, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device))
-    return rows, torch.cat([_others(rows), rows], dim)
-
-
-def _tried(shortest: int) -> int:
-    return max(1, min(shortest, _ROWS))
+    return (rows * scale).to(rows.dtype), (torch.cat([_others(rows), rows], dim) * scale).to(rows.dtype)
 
 
 def _trial(
-    make: Callable[..., None], modules: list[nn.Module], original: Tensor, length: int, dim: int, shortest: int
+    make: Callable[..., None], modules: list[nn.Module], original: Tensor, length: int, dim: int, tried: int
 ) -> ParametrizationList:
     """Returns the list of copies of the modules for ``original``, made up; ``length`` is that of the tensor along
-    ``dim``, and of what the modules hold for each of its rows."""
+    ``dim``, and of what the modules hold for each of its rows, of which ``tried`` are taken."""
     copied = [copy.deepcopy(module).train() for module in modules]
     for module in copied:
         for _, stored in _tensors(module):
@@ -188,9 +245,9 @@ def _trial(
                 module.to_empty(device="cpu")
                 break
         for _, stored in _tensors(module):
-            if stored.dim() == original.dim() and stored.shape[dim] == length and shortest > 1:
+            if stored.dim() == original.dim() and stored.shape[dim] == length and length > 1:
                 # What a module holds per row, such as a mask, is made as long as the trial
-                part = stored.data.narrow(dim, 0, _tried(shortest))
+                part = stored.data.narrow(dim, 0, tried)
                 stored.data = torch.cat([part] * (original.shape[dim] // part.shape[dim]), dim)
     trial = ParametrizationList.__new__(ParametrizationList)
     parameter = nn.Parameter(original.clone(), requires_grad=original.is_floating_point())
@@ -224,7 +281,8 @@ def _is_second_half(both: Any, rows: Tensor, dim: int) -> bool:
     length = rows.shape[dim]
     if not isinstance(both, Tensor) or both.shape[dim] != 2 * length:
         return False
-    return torch.allclose(both.narrow(dim, length, length), rows, rtol=1e-3, atol=1e-6, equal_nan=True)
+    atol = 1e-6 * float(rows.abs().nan_to_num(0.0, 0.0, 0.0).max()) if rows.numel() else 0.0
+    return torch.allclose(both.narrow(dim, length, length), rows, rtol=1e-3, atol=atol, equal_nan=True)
 
 
 def _check_pruning(
@@ -254,14 +312,18 @@ def _masks_each_shard(
     cls: type[Any], tensor: Tensor, sharding: Sharding, p: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> bool:
     """Returns whether the mask of some rows is the same behind others."""
-    dim, masks = sharding.dim % tensor.dim(), []
-    for values in _rows_and_twice(tensor, dim, min(sharding.local_sizes(p))):
-        try:
-            method = cls(*copy.deepcopy(args), **copy.deepcopy(options))
-            masks.append(_seeded(functools.partial(method.compute_mask, values, torch.ones_like(values)), values))
-        except (RuntimeError, ValueError, IndexError):  # it takes this number of elements only
+    dim, shortest = sharding.dim % tensor.dim(), min(sharding.local_sizes(p))
+    for scale in _SCALES:
+        masks = []
+        for values in _rows_and_twice(tensor, dim, shortest, scale):
+            try:
+                method = cls(*copy.deepcopy(args), **copy.deepcopy(options))
+                masks.append(_seeded(functools.partial(method.compute_mask, values, torch.ones_like(values)), values))
+            except (RuntimeError, ValueError, IndexError):  # it takes this number of elements only
+                return False
+        if not _is_second_half(masks[1], masks[0], dim):
             return False
-    return _is_second_half(masks[1], masks[0], dim)
+    return True
 
 
 def _prunes_all_tensors() -> bool:
