@@ -390,3 +390,48 @@ def _over_store(group):
 def test_generators_over_the_store():
     first, second = ranks.run(_over_store, 2)
     assert torch.equal(first, second) and not torch.equal(first[0], first[3])
+
+
+class Twice(nn.Module):
+    """Calls each of its modules twice, as a block with one dropout does."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.first, self.second = (tp_ext.Dropout(0.4, group=group) for _ in range(2))
+
+    def forward(self, x):
+        return torch.stack([layer(x) == 0 for layer in (self.first, self.first, self.second, self.second)])
+
+
+def _called_twice(group):
+    torch.manual_seed(5)
+    model, masks = Twice(group), []
+    for _ in range(4):
+        torch.rand(group.rank())  # a rank draws alone
+        masks.append(model(X))
+    for _ in range(3):  # without a module around
+        torch.rand(group.rank())
+        masks.append(model.first(X)[None] == 0)
+    return torch.cat(masks)
+
+
+def test_a_module_that_draws_twice_in_a_forward():
+    first, second = simulate(lambda rank, group: _called_twice(group), 2)
+    assert torch.equal(first, second)
+
+
+def _after_a_pipeline(rank, group):
+    """A run with masks by name, after one in which this rank had another stage: the generators of the ranks differ."""
+    tp_ext.manual_seed(5, tp_ext.init_mesh("cpu", pp=2))
+    tp_ext.random_scope.base.stage = rank
+    torch.rand(rank)
+    mesh = tp_ext.init_mesh("cpu", tp=2)
+    model = nn.Sequential(tp_ext.ParallelMLP(8, 16, group=mesh["tp"]), tp_ext.Dropout(0.4, group=mesh["tp"]))
+    tp_ext.name_modules(model)
+    with tp_ext.random.at(step=2):
+        return model(torch.ones(3, 8)) == 0
+
+
+def test_masks_by_name_on_ranks_that_had_other_stages():
+    first, second = simulate(_after_a_pipeline, 2)
+    assert torch.equal(first, second) and first.any()

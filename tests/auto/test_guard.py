@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import io
 import types
 from collections.abc import Callable
 from typing import Any
@@ -395,3 +396,40 @@ def _lengths(group: Any) -> None:
 
 def test_lengths_and_numbers_of_which_many_come() -> None:
     run(_lengths, 2)
+
+
+class WithTarget(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(61, 32), nn.Linear(32, 61, bias=False)
+
+    def forward(self, ids: Tensor, target: Tensor | None = None) -> Tensor:
+        logits = self.head(torch.tanh(self.table(ids)))
+        return logits if target is None else nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+def _later(group: Any, how: str) -> None:
+    """A call that the example lacks, also of a model that was read from a file or compiled in place."""
+    torch.manual_seed(0)
+    model, ids = WithTarget().double(), torch.arange(15).view(3, 5)
+    plan = auto.plan(model, (ids, ids), 2, hints={"table": "whole"} if how == "method" else None)
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    if how == "file":
+        file = io.BytesIO()
+        torch.save(sharded, file)
+        file.seek(0)
+        sharded = torch.load(file, weights_only=False)
+    if how == "compiled":
+        sharded.compile(backend="eager")
+    torch.testing.assert_close(torch.as_tensor(sharded(ids[:2])), model(ids[:2]), rtol=1e-12, atol=1e-12)
+    assert torch.equal(sharded.generate(ids, 3), model.generate(ids, 3))
+
+
+@pytest.mark.parametrize("how", ["method", "file", "compiled"])
+def test_later_calls_of(how: str) -> None:
+    run(_later, 2, how)

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 import tp_ext
 from tests.helpers.ranks import RankError, run, run_raises
 from tp_ext import debug
+from tp_ext.debug import simulate
 
 pytestmark = pytest.mark.core
 
@@ -303,3 +304,14 @@ def _differing(group):
     with torch.no_grad():
         layer.bias += group.rank()
     debug.check(layer)
+
+
+def _quantised(rank, group, weights):
+    model = tp_ext.ParallelMLP(16, 32, group=group)
+    tp_ext.low_precision.quantize_(model, weights, block=8)
+    return tp_ext.debug.findings(model)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantised_layers(weights):
+    assert simulate(_quantised, 2, weights) == [[], []]

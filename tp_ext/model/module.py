@@ -252,6 +252,10 @@ class ParallelModule(nn.Module):
         """Returns the shape of this rank's shard of the parameter."""
         return self.tp_layouts[name].local_shape(self._inits[name][0])
 
+    def has_full_shape(self, name: str) -> bool:
+        """Returns whether the layer knows the full shape; not of what another parameter was converted to."""
+        return name in self._inits
+
     def has_padding(self, name: str) -> bool:
         """Returns whether shards of the parameter hold padding, which the full parameter does not have."""
         return self.tp_layouts[name].has_padding

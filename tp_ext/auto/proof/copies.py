@@ -29,6 +29,7 @@ def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
         memo[id(module)] = type(module).__new__(type(module))
     for module in modules:
         vars(memo[id(module)]).update({name: _copy(value, memo) for name, value in vars(module).items()})
+        vars(memo[id(module)]).pop("_compiled_call_impl", None)  # of module.compile(): it would call the original
     copy_of_model: nn.Module = memo[id(model)]
     return copy_of_model
 
