@@ -31,7 +31,8 @@ from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
-_SHAPES = ((4, 6), (6, 4))  # even sides, to be halved
+# Even sides, to be halved. The last for what keeps sums of rows and columns of large matrices, from 8 to 128 on
+_SHAPES = ((4, 6), (6, 4), (160, 144))
 _BIT_SHAPE, _BIT_CUTS = (40, 331), ((0, 1, 6, 40), (0, 5, 16, 331))  # vectors and remainders of all lengths
 _BIT_STEPS = 8  # more than RAdam's first five, which it computes otherwise
 _MAX_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
@@ -62,7 +63,9 @@ def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
     if any(kind.__module__.startswith("tp_ext.") for kind in kinds):
         return ""
     named = next((kind.__name__ for kind in kinds if _FAMILIES.search(kind.__name__)), "")
-    elementwise = runs_elementwise(optimizer, 3, with_closure)
+    # One that is not torch's may begin to look beyond an element after a warm-up, or where gradients fall
+    steps = 3 if type(optimizer).__module__.startswith("torch.") else 20
+    elementwise = runs_elementwise(optimizer, steps, with_closure)
     if elementwise and named:  # some look beyond an element in every tenth step alone
         elementwise = runs_elementwise(optimizer, 100, with_closure)
     if elementwise is None:
