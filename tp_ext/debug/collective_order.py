@@ -144,9 +144,9 @@ def compare_collectives(*, pipeline: Group = None, timeout: float = 300.0) -> It
             block.
 
     Every rank of the job, or of the simulation, must enter the block. Before each collective a rank communicates some
-    300 bytes over the job's store (0.3 ms on one machine; asynchronous calls wait, too); at the end ranks wait for each
-    other. Without the block nothing is done or paid for. A block inside of a block, one of a job of one rank, and
-    the ``fake`` backend compare nothing.
+    300 bytes over the job's store (0.5 ms for two ranks on two cores; asynchronous calls wait, too); at the end ranks
+    wait for each other. Without the block nothing is done or paid for. A block inside of a block, one of a job of one
+    rank, and the ``fake`` backend compare nothing.
 
     Raises:
         RuntimeError: the same on all ranks: calls differ, ranks wait for each other, one did not come in time, or has
