@@ -80,23 +80,42 @@ class Noisy(Own):
 
 
 class SeldomShampoo(Own):
-    """Looks beyond an element in every tenth step."""
+    """Looks beyond an element after twenty steps of three tensors."""
 
     count = 0
 
     def direction(self, param, params):
         self.count += 1
-        return param.grad / (param.grad.norm() if self.count > 40 else 1)
+        return param.grad / (param.grad.norm() if self.count > 60 else 1)
 
 
 class Late(Own):
-    """Normalises after a warm-up of ten steps of two tensors."""
+    """Normalises after a warm-up of some steps."""
 
     count = 0
 
     def direction(self, param, params):
         self.count += 1
         return param.grad / (param.grad.norm() if self.count > 20 else 1)
+
+
+class Cautious(Own):
+    """Drops what opposes the gradient, which none does while gradients grow, and scales the rest by their share."""
+
+    def direction(self, param, params):
+        momentum = self.state[param].setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+        mask = (momentum * param.grad > 0).to(param.dtype)
+        return momentum * mask / mask.mean().clamp(min=1e-3)
+
+
+class FactoredWhereLarge(Own):
+    """Takes means of rows and of columns of large matrices."""
+
+    def direction(self, param, params):
+        square = param.grad.square() + 1e-30
+        if min(param.shape) >= 128:
+            square = square.mean(0, keepdim=True) * square.mean(1, keepdim=True) / square.mean()
+        return param.grad * square.rsqrt()
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -131,7 +150,7 @@ class StrangeLamb(Own):
         return param.grad
 
 
-BEYOND = [Dot, Norm, Clipped, Sorted, Rows, Noisy, SeldomShampoo, Late, StrangeLamb]
+BEYOND = [Dot, Norm, Clipped, Sorted, Rows, Noisy, SeldomShampoo, Late, Cautious, FactoredWhereLarge, StrangeLamb]
 TORCH_BEYOND = {"Adafactor", "LBFGS", "Muon"}
 TORCH = {
     name: kind
