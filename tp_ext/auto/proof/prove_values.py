@@ -121,7 +121,8 @@ def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
                 if id(tensor) not in by_id:
                     value = _weight(tensor, noise, dtype)
                     by_id[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    by_id[id(tensor)][1].__dict__.update(tensor.__dict__)
+                    if type(tensor) is nn.Parameter:  # that of a fake has its device, too
+                        by_id[id(tensor)][1].__dict__.update(tensor.__dict__)
                 module._parameters[name] = by_id[id(tensor)][1]
         for name, buffer in module._buffers.items():
             if buffer is not None:
