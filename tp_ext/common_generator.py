@@ -10,6 +10,7 @@ Groups of other ranks, such as those along a data axis, keep their generators ap
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from tp_ext.group import ParallelGroup, parallel_group, process_group
 _SEED_BYTES = 32
 _CUDA = torch.device("cuda")
 _REMEMBERED, _ROUNDS = 64, 1024  # states that were replaced, for recomputation, and for how many forwards
+_FROM_FIRST = dist.BroadcastOptions()
+_FROM_FIRST.rootRank, _FROM_FIRST.rootTensor = 0, 0
 _KEPT_MESSAGES = 1024  # in the store: by as many a rank may be behind the first, which the layers' collectives bound
 
 
@@ -52,6 +55,7 @@ class DrawObserver:
     compare: Callable[[ParallelGroup, torch.Generator], None] | None = None
 
 
+_own = threading.local()  # of a rank, which a simulation runs in a thread
 _rounds: weakref.WeakKeyDictionary[ProcessGroup, _Meetings] = weakref.WeakKeyDictionary()
 _CALL = nn.Module._wrapped_call_impl.__code__
 
@@ -199,7 +203,8 @@ def _from_first(group: ParallelGroup, present: _Meetings, message: Tensor) -> Te
     if _device_of(ranks).type == "cpu":
         received = message.clone()
         with _not_counted():
-            dist.broadcast(received, group=ranks, group_src=0)
+            # Past torch's function, which a type checker of programs looks into
+            ranks.broadcast([received], _FROM_FIRST).wait()
         return received
     store, key = _store_of(ranks), f"tp_ext.generator.{group.torch_name}.{present.messages}"
     if group.rank > 0:
@@ -222,10 +227,17 @@ def _store_of(ranks: ProcessGroup) -> Any:
 @contextmanager
 def _not_counted() -> Iterator[None]:
     torch._C._autograd._enable_record_function(False)
+    _own.meeting = True
     try:
         yield
     finally:
+        _own.meeting = False
         torch._C._autograd._enable_record_function(True)
+
+
+def is_meeting() -> bool:
+    """True while this thread communicates for a draw, which is no collective of the program."""
+    return getattr(_own, "meeting", False)
 
 
 def _bytes_of_seed() -> Tensor:

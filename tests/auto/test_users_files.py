@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from tests.auto.compare import BOUND, compare_model
 from tests.auto.users_files import caches, llama2c, mingpt, nanogpt, widths
@@ -126,15 +126,6 @@ def test_forwards_called_by_name_survive_copies_and_compilation() -> None:
     ranks.run(_copies, 2)  # processes: simulated ranks would share the state of dynamo
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
 def _generates(group: Any) -> None:
     torch.manual_seed(0)
     model = nanogpt.GPT().double().eval()
@@ -164,18 +155,18 @@ def test_changed_sizes_hold_under_checkpoints_and_compilation(group: Any) -> Non
     ids = {key: value[:1, :5] for key, value in _ids().items()}
     wanted = dense(**ids)[1]
     wanted.backward()
-    model.transformer.h[0] = Checkpointed(model.transformer.h[0], False)
-    model.transformer.h[1] = Checkpointed(model.transformer.h[1], True)
+    for i, kind in enumerate((CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT)):
+        model.transformer.h[i] = checkpoint_wrapper(model.transformer.h[i], kind)
     found = model(**ids)[1]
     found.backward()
     torch.testing.assert_close(found, wanted)
     for i in range(2):
-        attention = model.transformer.h[i].inner.attn
+        attention = model.transformer.h[i]._checkpoint_wrapped_module.attn
         sharding = plan.shardings[f"transformer.h.{i}.attn.c_attn.weight"]
         gradient = dense.transformer.h[i].attn.c_attn.weight.grad
         torch.testing.assert_close(attention.c_attn.weight.grad, sharding.shard(gradient, group.rank(), 2))
     x = torch.randn(2, 4, 48, dtype=torch.float64)
-    block = model.transformer.h[0].inner
+    block = model.transformer.h[0]._checkpoint_wrapped_module
     compiled = torch.compile(block, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), block(x))
     torch.testing.assert_close(compiled(x[:1]), block(x[:1]))

@@ -164,11 +164,12 @@ def test_one_full_tensor_at_a_time_and_on_rank_0_alone(dim):
 
 def _unlike(group, how, function):
     layers = {name: tp_ext.ColumnParallelLinear(4, 4, group=group) for name in ("a", "b")}
+    wider = tp_ext.ColumnParallelLinear(4, 6, group=group)  # on all ranks, which draw together
     other = group.rank() == 1
     if how == "missing" and other:
         del layers["b"]
     elif how == "shape" and other:
-        layers["b"] = tp_ext.ColumnParallelLinear(4, 6, group=group)
+        layers["b"] = wider
     elif how == "dense" and other:
         layers["b"] = nn.Linear(4, 4)
     elif how == "order" and other:

@@ -98,11 +98,11 @@ def test_calls_that_the_example_lacks(kind):
     proven: dict[str, Any] = {}
     plan_again = guard.plan_again
 
-    def once(plan: Any, structure: nn.Module, example: Any, apply: Any) -> Any:
+    def once(plan: Any, structure: nn.Module, example: Any, apply: Any, *by_values: bool) -> Any:
         """Proves a call on the first of the simulated ranks alone: the others would have the same."""
         key = repr((example, structure.training, torch.is_grad_enabled()))
         if key not in proven:
-            proven[key] = plan_again(plan, structure, example, apply)
+            proven[key] = plan_again(plan, structure, example, apply, *by_values)
         return proven[key]
 
     with mock.patch.object(guard, "plan_again", once):

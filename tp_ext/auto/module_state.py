@@ -35,7 +35,8 @@ GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # Ours, and notes of libraries on what they have done to this object, which its structure has not had
 # tp_layouts: a plan declares them, and a copy that was read from a file has them in other objects
 INTERNAL = {*vars(nn.Module()), "save_pretrained", "tp_call", "tp_edited", "tp_ext_plan", "tp_layouts", "tp_shardings",
-            "_is_hf_initialized", "_is_torch_compile", "_output_capturing_hooks_installed"}  # fmt: skip
+            "_is_hf_initialized", "_is_torch_compile", "_output_capturing_hooks_installed", "_compile_kwargs",
+            "generate", "resize_token_embeddings"}  # fmt: skip
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module that a wrapper of torch has
 LIBRARIES = ("torch", "tp_ext", "transformers", "accelerate", "builtins", "collections", "functools", "einops")
 # Their hooks and forwards do what they do around any module, and change no numbers

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext._checks import check_number
+from tp_ext.common_generator import is_meeting
 from tp_ext.group import Group, global_ranks
 from tp_ext.simulation.baton import user_line
 from tp_ext.simulation.place import RankPlace, here
@@ -239,6 +240,8 @@ class _ComparedBlock:
         Raises:
             RuntimeError: see :func:`compare_collectives`.
         """
+        if is_meeting():  # for a draw
+            return
         group = dist.ProcessGroup.unbox(args[operator.group])
         members = c10d._world.pg_group_ranks.get(group)
         if members is None or self._place.is_of_other_rank(group.group_name):  # not one of torch.distributed

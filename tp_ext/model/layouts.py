@@ -79,14 +79,12 @@ def mirror_layouts(module: nn.Module) -> None:
 
 
 def carry_attributes(new: Tensor, old: Tensor, layout: Layout) -> None:
-    """Gives a shard the attributes that users have put on the full parameter, such as tags for groups of an optimizer,
-    and its gradient. Tensors of the shape of the full parameter are sharded as it is."""
+    """Gives a shard the attributes that users have put on the full parameter, such as tags for groups of an optimizer.
+    Tensors of the shape of the full parameter are sharded as it is."""
     values = {name: value for name, value in old.__dict__.items() if name not in MIRRORED}
     for name, value in values.items():
         is_elementwise = isinstance(value, Tensor) and value.shape == old.shape
         new.__dict__[name] = layout.shard(value) if is_elementwise else value
-    if old.is_leaf and old.grad is not None:
-        new.grad = layout.shard(old.grad).clone()
 
 
 def refuse_computed(where: str, module: nn.Module, *names: str) -> None:
