@@ -224,7 +224,8 @@ class Guard:
         # In inference mode operators are others, which have no rules
         gradients = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            if not opaque or named is not None:
+            # Without its cache a call of a decoding has other tokens, of which the plan's own are sharded
+            if not opaque or (named is not None and (changes or not self.plan.tokens)):
                 edits, read = self.look_at(module, call, changes, example, bool(opaque))
         if read is not None:
             self.read.setdefault(call, collections.deque(maxlen=MAX_READ)).appendleft((read, edits))
