@@ -433,9 +433,8 @@ CALLS: dict[str, tuple[type[Reads], tuple[Any, ...], list[tuple[Any, ...]]]] = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_arguments_that_are_one_tensor_or_that_code_writes_to(kind: str):
-    made, example, calls = CALLS[kind]
     torch.manual_seed(0)
-    run(_compare_calls, 2, made("").double(), example, calls)
+    run(_compare_calls, 2, CALLS[kind][0]("").double(), *CALLS[kind][1:])
 
 
 def divided(model: Reads, x: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The context of a step of :class:`tp_ext.parallel.ElasticData`."""
+"""The context of a step of ``tp_ext.parallel.ElasticData``."""
 
 from collections.abc import Callable
 from types import TracebackType

@@ -37,7 +37,7 @@ Before = dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]]
 
 
 def says_how_it_is_copied(cls: type) -> bool:
-    """True if a class of a user has a method by which :mod:`copy` or :mod:`pickle` copies it."""
+    """True if a class of a user has a method by which ``copy`` or ``pickle`` copies it."""
     if cls in copyreg.dispatch_table:
         return True
     owners = {next((c for c in cls.__mro__ if name in vars(c)), object) for name in PROTOCOL}

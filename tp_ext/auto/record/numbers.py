@@ -77,7 +77,7 @@ class Instruction:
                 return values[x.place]
             return x.to(device, copy=True) if isinstance(x, Tensor) else x
 
-        # Tensors that code makes beside its arguments are made where these are: fakes are on the CPU
+        # Tensors that code makes in addition to its arguments are made where these are: fakes are on the CPU
         kwargs = {**self.kwargs, "device": device} if self.kwargs.get("device") else self.kwargs
         result = self.function(*tree_map(true, self.args), **tree_map(true, kwargs))
         leaves = tree_leaves(result)

@@ -28,7 +28,7 @@ class CodePlaces:
 
     Attributes:
         containers: dicts, lists and the like, and the attributes of plain objects, by id. caches: those of
-            :func:`functools.lru_cache`, by id. names: namespace and name of each global and class attribute.
+            ``functools.lru_cache``, by id. names: namespace and name of each global and class attribute.
             cells: variables of closures, by id. classes: those to which code may add attributes, by id.
     """
 
