@@ -144,7 +144,10 @@ def _call(group, what, given):
             param.__dict__.pop("tp_layout", None)
         tp_ext.clip_grad_norm_(model.parameters(), 1.0, **options)
     if what == "overlap":
-        model = nn.Sequential(*(tp_ext.ColumnParallelLinear(4, 4, group=one) for one in _overlapping(group)))
+        model = nn.Sequential(
+            # On meta: ranks draw the weights of a layer together, here in orders that wait for each other
+            *(tp_ext.ColumnParallelLinear(4, 4, group=one, device="meta") for one in _overlapping(group))
+        )
     for call in (tp_ext.grad_norm, tp_ext.full_state_dict, tp_ext.sharded_state_dict):
         call(model, **options)
 

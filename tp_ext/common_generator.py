@@ -100,7 +100,7 @@ def begin_draw(groups: Iterable[ParallelGroup], device: torch.device) -> None:
             if _is_first_of_forward(group.name, device):
                 present.number += 1
                 _take_over(group, device)
-            if DrawObserver.compare is not None:
+            if DrawObserver.compare is not None and not random_scope.is_entered():
                 DrawObserver.compare(group, default_generator(device))
 
 

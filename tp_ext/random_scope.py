@@ -192,6 +192,11 @@ def current_scope(device: torch.device) -> MaskScope | None:
     return scope
 
 
+def is_entered() -> bool:
+    """True while masks are drawn by name, so that generators may differ."""
+    return torch.default_generator.initial_seed() in _scopes
+
+
 def take_over_seed(seed: int | None) -> int | None:
     """Makes the seed of the job that of another rank; in a scope, which is one of that seed then, returns the seed of
     its generators."""

@@ -423,12 +423,12 @@ BUDGETS = {
     "model": 1970,  # reasons at branches, parameters that a handle knows, attributes of parameters
     "nn": 7000,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
     "optim": 1150,
-    "outside": 2150,  # trials of optimizers in blocks, ranks whose shards are empty
-    "parallel": 4050,  # trees of microbatches
+    "outside": 2250,  # trials of optimizers in blocks, ranks whose shards are empty
+    "parallel": 4100,  # trees of microbatches
     "planner": 3650,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
     "refit": 1650,  # rows that go without a copy, models that have changed, states that a target needs
     "simulation": 850,
-    "verify": 1600,  # reasons at branches
+    "verify": 1650,  # reasons at branches
 }
 
 

@@ -131,8 +131,9 @@ class IntegerSearch:
                 continue
             tried.add(_key(patches))
             child = self.observed(patches)
-            # An integer that changes nothing is not read by forward: with others it would be tried in every combination
-            if child.effect() != heap[0][3].effect():
+            # An integer that changes nothing in a whole forward is not read there: with others it would be tried in
+            # every combination. Where calls differ in more than sizes, what it changes may come after them
+            if child.mismatch is not None or child.effect() != heap[0][3].effect():
                 push(child)
             else:
                 self.idle.add(integer)
