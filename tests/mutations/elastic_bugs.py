@@ -51,8 +51,8 @@ ELASTIC_BUGS = [
     _bug(
         "elastic_without_counts",
         "gradients.py",
-        "share = self._count / max(total.item(), 1e-300)",
-        "share = 1 / 3 * bool(self._count)",
+        "share = self.count / max(total, 1e-300)",
+        "share = 1 / 3 * bool(self.count)",
         "Replicas with few valid tokens count as much as others.",
         f"{KILLED}[in the forward pass-tp_shm]",
     ),

@@ -56,8 +56,8 @@ STATE_BUGS = [
     _bug(
         "options_unchecked",
         "checkpoint/sharded_load.py",
-        "call_on_all_ranks(process_group, into.check_options)",
-        "pass",
+        "read_values(flat, reader, process_group, into.check_options)",
+        "read_values(flat, reader, process_group, lambda: None)",
         "A group gets the options of its first parameter, though others were saved with other ones.",
         "checkpoint/test_sharded_load.py::test_entries_that_do_not_fit_are_named_and_nothing_is_loaded",
     ),

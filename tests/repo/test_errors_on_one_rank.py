@@ -273,7 +273,7 @@ AGREED = {  # the call; the message on the rank, and on the others, if it is ano
     ),
     "a pretrained model": (_pretrained, "/nowhere/[xy]"),
     "a model": (
-        lambda g, bad: tp_ext.debug.check(_column(g, bias=not bad), group=g),
+        lambda g, bad: tp_ext.debug.check(_column(g, bias=not bad, device="meta"), group=g),
         "model",
     ),
 }
