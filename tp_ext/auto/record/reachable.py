@@ -24,7 +24,7 @@ _ABSENT = object()
 
 
 class CodePlaces:
-    """CodePlaces in which code can keep things.
+    """Places in which code can keep things.
 
     Attributes:
         containers: dicts, lists and the like, and the attributes of plain objects, by id. caches: those of

@@ -51,9 +51,8 @@ class _Seen:
     sizes: SizesByModule
 
     def effect(self) -> tuple[Any, ...]:
-        """What integers change: the sizes of the code, and where it stops."""
-        text = self.mismatch.text if self.mismatch is not None else ""
-        return self.left, text, self.wrong, self.sizes
+        """Returns what integers change: the calls that are reached, and the sizes of the code."""
+        return self.left, self.wrong, self.sizes
 
     def score(self, changed: set[str]) -> tuple[int, int]:
         """Calls that were not reached, and sizes that are wrong in modules whose sizes are not changed."""
@@ -247,11 +246,7 @@ class IntegerSearch:
 
 def agreeing(localized: Localized, rank: int, given: Local) -> Local | None:
     """The code of a rank that is carried out, if all calls agree with it: a search might end at another."""
-    names = {name for name, _ in localized.model.named_modules(remove_duplicate=False)}  # a part has some of them
-    local = Local(
-        {name: changes for name, changes in given.patches.items() if name in names},
-        {name: calls for name, calls in given.sizes.items() if name in names},
-    )
+    local = given.of(dict(localized.model.named_modules(remove_duplicate=False)))  # a part has some of them
     try:
         localized.checked(rank, local.patches, local.sizes)
     except MismatchError:
