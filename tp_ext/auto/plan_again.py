@@ -46,6 +46,7 @@ def _draws_otherwise(plan: Plan, again: Plan, drawing: set[str]) -> str:
     "". Draws are found by their tensors where these differ, else by their places."""
     for module in sorted(drawing):
         draws, draws_now = ([draw for draw in of.masks if draw.module == module] for of in (plan, again))
+        # In turn, as the hooks take them: a loop may run more often than in the example
         places: Iterator[Draw | None] = itertools.cycle(draws) if draws else itertools.repeat(None)
         for draw, planned in zip(draws_now, places, strict=False):
             fitting = [
@@ -53,6 +54,7 @@ def _draws_otherwise(plan: Plan, again: Plan, drawing: set[str]) -> str:
             ]
             by_place = planned in fitting and _place_of(planned) == _place_of(draw)
             by_tensor = all(d.mask == draw.mask for d in fitting)
+            # In eval mode no hook begins for a module all of whose draws are those of training
             is_begun = fitting and (not draw.always or any(d.always for d in draws))
             if not is_begun or not (by_tensor or by_place):
                 return module or "the model"

@@ -155,6 +155,7 @@ def with_names(saved: Any, names: list[list[str]], where: str) -> StateDict:
         ValueError: it is no such state, or has other numbers of parameters.
     """
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    # The file may be anybody's: each part is checked before it is read
     if not (
         isinstance(groups, list)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
@@ -166,6 +167,7 @@ def with_names(saved: Any, names: list[list[str]], where: str) -> StateDict:
     if lengths[0] != lengths[1]:
         raise ValueError(f"{where} is of another optimizer: sizes of parameter groups {lengths[1]}, here {lengths[0]}")
     numbers = [number for group in groups for number in group["params"]]
+    # A number that occurs twice would give one state to two parameters
     if not all(isinstance(number, int) for number in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(f"{where} must have each parameter of its optimizer once, as a number")
     name_of = dict(zip(numbers, [name for group in names for name in group], strict=True))

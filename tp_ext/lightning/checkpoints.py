@@ -103,6 +103,7 @@ def _check_entries(path: Path, flat: StateDict, saved: dict[str, Any], strict: b
         )
     for name, entry in ((name, saved[name]) for name in flat if name in saved):
         value = flat[name]
+        # torch would leave a weight as it is for which the file has no tensor
         if isinstance(value, Tensor) != isinstance(entry, TensorStorageMetadata):
             what = "a tensor" if isinstance(value, Tensor) else "no tensor"
             raise ValueError(f"{_ARGUMENT}: {str(path)!r} is of another model: {name!r} must be {what}")

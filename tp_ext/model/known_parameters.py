@@ -36,6 +36,7 @@ class KnownParameters:
         with ``hooked`` frozen or parametrized. Communicates nothing."""
         if self._ids() == self._state:
             return
+        # Rarely: what has changed is described only where an id, a type or a flag has
         now, known = self._now(), self._known
         gone = [known[param].name for param in known if param not in now]
         new = [now[param].name for param in now if param not in known]

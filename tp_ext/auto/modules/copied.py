@@ -321,12 +321,14 @@ def keep_edits(model: nn.Module, before: Before) -> None:
     for module in list(model.modules()):
         own, _ = before.get(module, (type(module), {}))
         has_own = says_how_it_is_copied(own)
+        # A copy of the root, or of a module that rebuilds what is inside of it, is looked at in its first call
         if module is model or (has_own and any(inner in changed for inner in module.modules() if inner is not module)):
             module.register_forward_pre_hook(PresentEdits(), prepend=True)
         if edited.get(module):
             module.tp_edited = edited[module]  # type: ignore[assignment]
         if (has_own and _edits_of(module)) or _is_edit(vars(module).get("forward")):
             module.__class__ = _with_edits(own, type(module))  # type: ignore[arg-type]
+    # Last: a hook counts the hooks and classes that are there by now
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PresentEdits):
