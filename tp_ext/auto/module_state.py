@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from tp_ext.auto.proof.copies import copied_value
+from tp_ext.auto.record.reachable import names_in
 
 Path = tuple[str, ...]  # a module's name, or SHARED, and where in it
 SHARED = "*"  # what a model and its structure share: globals, class attributes, closures of functions of classes
@@ -221,7 +222,7 @@ class StateWatch:
         if id(function) in self.seen or _is_of(function, LIBRARIES):
             return
         self.seen.add(id(function))
-        for name in _names(function.__code__):
+        for name in set(names_in(function.__code__)):
             value = function.__globals__.get(name)
             if isinstance(value, types.FunctionType):
                 self.add_function(value)
@@ -267,11 +268,6 @@ def _contents(cell: _Cell) -> tuple[Any]:
 
 def _variable(key: str) -> Callable[[_Sized], tuple[Any]]:
     return lambda sized: (sized.holder[key],)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return {*code.co_names, *chain.from_iterable(inner)}
 
 
 @dataclasses.dataclass

@@ -110,7 +110,7 @@ class Reachable(CodePlaces):
         for cell in function.__closure__ or ():
             self.cells[id(cell)] = cell
             self._next.append(_content(cell))
-        names = set(_names_in(function.__code__))
+        names = set(names_in(function.__code__))
         for name in names - self._mentioned:
             for cls in self._members.pop(name, ()):
                 self._visit_member(cls, name)
@@ -162,12 +162,12 @@ def _is_foreign_name(module: str) -> bool:
     return module.partition(".")[0] in FOREIGN
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in code, that of functions inside of it included."""
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes in code and in functions inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
 class Notes:
