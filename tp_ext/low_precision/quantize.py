@@ -77,6 +77,10 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
         for name, layer in chosen.items():
             form, weight = form_of(name, layer, weights, block), layer.weight
             assert isinstance(weight, Tensor)
+            if weight.is_meta:
+                raise ValueError(
+                    f"{name or 'model'}.weight: is on meta, and must have values; quantise once it is loaded"
+                )
             forms[name] = form, largest_of(form, weight, f"{name or 'model'}.weight")
     except Exception as error:  # of the caller's filter, too
         problem = error
@@ -156,8 +160,6 @@ def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
     refuse_computed(name or "model", layer, "weight")
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    if weight.is_meta:
-        raise ValueError(f"{what}: is on meta, and must have values; quantise after they are loaded")
     if isinstance(weight, DTensor):
         raise ValueError(f"{what}: a DTensor must not be quantised; quantise before FSDP2")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
