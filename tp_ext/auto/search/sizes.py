@@ -100,7 +100,8 @@ class Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        args, kwargs = _placed(func, name, args, kwargs or {})
+        # Others of these arguments by name, too: the dim of a split tells what its sizes are
+        args, kwargs = by_place(func, args, kwargs or {}) if name in SIZES else (args, kwargs or {})
         sizes = sizes_of(name, args, kwargs)
         module = self.record.modules[-1] if self.record is not None else ""
         if sizes is None or module in self.ignored:
