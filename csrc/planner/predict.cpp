@@ -251,12 +251,14 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     return exposed;
   }
   // Their exposed time is in the passes; of each block, and of what is around the blocks
-  const double gathers = layout.pp > 1 ? 1 : microbatches * (layout.zero == 3 ? 2 : 1);
+  const double forwards = layout.pp > 1 ? 1 : microbatches;
+  const double again = layout.pp == 1 && layout.zero == 3 ? 2 : 1;  // for a block's backward, too
   const Layers& kinds = layers(layout);
   const double before = exposed;
   double whole_dense = 0;
   for (const int64_t index : own) whole_dense += stages[index].costs.dense;
-  const auto both = [&](double number, double dense_of_one, double experts_of_one) {
+  const auto both = [&](double number, double gathers, double dense_of_one,
+                        double experts_of_one) {
     for (const auto& [group, one] :
          {std::pair(data, dense_of_one), std::pair(of_experts, experts_of_one)}) {
       call(Collective::AllGather, group, gathers * number, layout.param_bytes * one, 0,
@@ -270,11 +272,11 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
       if (const double number = double(stages[index].blocks[k]); number > 0) {
         const auto whole = padded(layout, kinds.blocks[k]);
         const auto one = by_group(layout, whole.first, whole.second);
-        both(number, one.first, one.second);
+        both(number, forwards * again, one.first, one.second);
         rest -= number * kinds.blocks[k].dense;
       }
-    // Of one stage a tied weight is one
-    both(1, layout.pp == 1 ? rest - (whole_dense - dense) : rest, 0);
+    // Stays for backward, and the loss may read it. Of one stage a tied weight is one
+    both(1, forwards, layout.pp == 1 ? rest - (whole_dense - dense) : rest, 0);
   }
   return before;
 }
