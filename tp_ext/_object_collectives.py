@@ -74,9 +74,14 @@ def call_on_all_ranks(process_group: ProcessGroup | None, act: Callable[[], T]) 
 
 
 def check_same_names(
-    argument: str, names: Sequence[str], groups: Iterable[ProcessGroup], problem: Exception | None = None
+    argument: str,
+    names: Sequence[str],
+    groups: Iterable[ProcessGroup],
+    problem: Exception | None = None,
+    **options: object,
 ) -> None:
-    """Raises on all ranks of the groups if a rank has a ``problem``, or if ``argument`` names other layers on it.
+    """Raises on all ranks of the groups if a rank has a ``problem``, if ``argument`` names other layers on it, or if
+    one of the other ``options`` is another one.
 
     Communicates: one all-gather of objects over each group.
     """
@@ -85,26 +90,40 @@ def check_same_names(
             continue
         # Every rank goes through all its groups, by which the error of one reaches all that share a group with it
         try:
-            of_ranks = call_and_gather(group, lambda raised=problem: _names_or_raise(names, raised))  # type: ignore[misc]
+            of_ranks = call_and_gather(group, lambda raised=problem: _or_raise((names, options), raised))  # type: ignore[misc]
         except Exception as error:
             problem = error
             continue
-        for name in dict.fromkeys(itertools.chain(*of_ranks)):
-            ranks = [rank for rank, listed in enumerate(of_ranks) if name in listed]
-            if len(ranks) < len(of_ranks):
-                problem = ValueError(
-                    f"{argument}: must name the same layers on all ranks, and {name!r} is named on ranks {ranks} alone "
-                    f"of the {len(of_ranks)} ranks of the group"
+        problem = _difference(argument, [listed for listed, _ in of_ranks], [given for _, given in of_ranks])
+    if problem is not None:
+        raise problem
+
+
+def _or_raise(value: T, problem: Exception | None) -> T:
+    if problem is not None:
+        raise problem
+    return value
+
+
+def _difference(
+    argument: str, names: Sequence[Sequence[str]], options: Sequence[dict[str, object]]
+) -> ValueError | None:
+    """Returns an error for the first name, or the first option, in which ranks differ."""
+    for name in dict.fromkeys(itertools.chain(*names)):
+        ranks = [rank for rank, listed in enumerate(names) if name in listed]
+        if len(ranks) < len(names):
+            return ValueError(
+                f"{argument}: must name the same layers on all ranks, and {name!r} is named on ranks {ranks} alone "
+                f"of the {len(names)} ranks of the group"
+            )
+    for rank, given in enumerate(options):
+        for name, value in given.items():
+            if value != options[0][name]:
+                return ValueError(
+                    f"{name}: must be the same on all ranks, and is {options[0][name]!r} on rank 0, {value!r} on rank "
+                    f"{rank} of the group"
                 )
-                break
-    if problem is not None:
-        raise problem
-
-
-def _names_or_raise(names: Sequence[str], problem: Exception | None) -> Sequence[str]:
-    if problem is not None:
-        raise problem
-    return names
+    return None
 
 
 def call_and_combine(
@@ -232,6 +251,25 @@ def all_gather_along(values: list[T], axes: AxisGroups) -> list[T]:
     for axis in axes:
         values = [value for of_rank in all_gather_objects(values, axis) for value in of_rank]
     return values
+
+
+def raise_first(failure: Exception | None, axes: AxisGroups) -> None:
+    """Raises on all ranks of a mesh the failure of the first rank that has one, if any has.
+
+    Communicates: one exchange of objects along every axis.
+    """
+    failures = all_gather_along([None if failure is None else as_builtin_error(failure)], axes)
+    if errors := [error for error in failures if error is not None]:
+        raise _error_to_raise(errors) from failure
+
+
+def raise_on_all_ranks(failure: Exception | None, axes: AxisGroups, device: torch.device) -> None:
+    """Raises on all ranks of a mesh if a rank has a failure; see :func:`raise_first`.
+
+    Communicates: one all-reduce of one number along every axis; before an error, one exchange of objects.
+    """
+    if true_on_any_rank(failure is not None, axes, device):
+        raise_first(failure, axes)
 
 
 def _error_to_raise(errors: Iterable[Exception]) -> Exception:

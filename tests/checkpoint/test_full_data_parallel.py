@@ -157,4 +157,5 @@ def test_parametrizations():
         assert_same(state, want)
         assert_same(again, want)
         assert table["1.parametrizations.weight.original"].dim == 1
-    ranks.run_raises(_parametrized, 2, ValueError, "parametrizations.weight.original0.*must have", "weight_norm")
+    match = "parametrizations.weight.original0.*must have"
+    ranks.run_raises(_parametrized, 2, ValueError, match, "weight_norm", in_turns=False)

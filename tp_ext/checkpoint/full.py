@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh
 from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, refuse_quantised
 from tp_ext.checkpoint.gather import check_one_mesh, ranks_of, scatter_full, write_full
-from tp_ext.checkpoint.pipeline import WholeEntry, check_entries, gather_whole, to_stages, whole_entries
+from tp_ext.checkpoint.pipeline import WholeEntry, agreed_entries, gather_whole, to_stages, whole_entries
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import census
@@ -59,10 +59,10 @@ def full_state_dict(
         TypeError: ``group`` and ``mesh`` are both given.
     """
     model = census(module, mesh_axes(group, mesh))
-    ranks, entries = ranks_of(model), model.state()
+    ranks = ranks_of(model)
+    entries = agreed_entries(model, ranks)
     state: StateDict = {}
     gathered: dict[str, Tensor | None] = {}
-    check_entries(entries, ranks)
     for name, entry in whole_entries(entries, ranks, with_extra=True, unique=True).items():
         value = entry.value
         # All ranks in the order of the whole entries, whose collectives so match
@@ -107,9 +107,8 @@ def load_full_state_dict(
             device. In all these cases nothing has been loaded, on any rank.
     """
     model = census(module, mesh_axes(group, mesh))
-    ranks, entries = ranks_of(model), model.state()
-    if broadcast_from_rank0:
-        check_entries(entries, ranks)
+    ranks = ranks_of(model)
+    entries = agreed_entries(model, ranks) if broadcast_from_rank0 else model.state()
     whole = whole_entries(entries, ranks)
     # Everything is checked before the first write; then no rank needs another
     if not broadcast_from_rank0:

@@ -44,11 +44,11 @@ def full_optimizer_state_dict(
     """
     model = census(module, mesh_axes(group, mesh))
     ranks = ranks_of(model)
-    own = _Own(model, optimizer, ranks)
+    own = _agreed(model, optimizer, ranks)
     # The same keys on all ranks, also under ZeRO-1, where others hold the state: each key is a collective below
     described = dict(zip(own.params, own.held.described(own.params.values()), strict=True))
     states_of_rank = _whole_states(described, own, ranks)
-    check_same("optimizer", own.descriptions(states_of_rank), ranks)
+    check_same("optimizer", lambda: own.descriptions(states_of_rank), ranks)
     stages = over_stages((own.groups(), states_of_rank), ranks)
     groups = _merged_groups([groups for groups, _ in stages])
     states: StateDict = {}
@@ -95,10 +95,8 @@ def load_full_optimizer_state_dict(
     """
     model = census(module, mesh_axes(group, mesh))
     ranks = ranks_of(model)
-    own = _Own(model, optimizer, ranks)
+    own = (_agreed if broadcast_from_rank0 else _Own)(model, optimizer, ranks)
     # The state is that of the whole model: a stage knows the names and shapes of the others by this exchange alone
-    if broadcast_from_rank0:
-        check_same("optimizer", own.descriptions({}), ranks)
     stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}), ranks)
     order = _merged_names([names for names, _ in stages])
     shapes = {name: shape for _, of_stage in stages for name, shape in of_stage.items()}
@@ -226,6 +224,19 @@ class _Own:
         """Returns the full tensor of an entry of the state."""
         local = self.held.fetch(self.params[name], key, value)
         return gather_full(local, self.layout_of(name, local), self.ranks, rank0_only=rank0_only)
+
+
+def _agreed(model: Census, optimizer: Optimizer, ranks: Ranks) -> _Own:
+    """Returns the parameters of the optimizer, which are the same on all ranks of a stage. Communicates and raises as
+    :func:`check_same`."""
+    made: list[_Own] = []
+
+    def describe() -> dict[str, str]:
+        made.append(_Own(model, optimizer, ranks))
+        return made[0].descriptions({})
+
+    check_same("optimizer", describe, ranks)
+    return made[0]
 
 
 def _whole_states(described: Mapping[str, Mapping[str, Any]], own: _Own, ranks: Ranks) -> dict[str, StateDict]:

@@ -86,7 +86,8 @@ def ranks_of(model: Census) -> Ranks:
         axis for group, axis in members.items() if not any(group < other for other in members) and group not in used
     )
     pipeline = process_group(model.axes.pp.name) if model.axes.pp.size > 1 else None
-    device = device_of(model.tensors[0]) if model.tensors else torch.device("cpu")
+    # One that is on meta here, by a mistake, is not so on the ranks with which this one then meets
+    device = next((device_of(tensor) for tensor in model.tensors if not tensor.is_meta), torch.device("cpu"))
     return Ranks(model.groups, data, (*model_axes, *data), pipeline, device)
 
 

@@ -2,15 +2,22 @@
 one stage to the others. Without a pipeline the module is the only stage, and nothing is communicated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tp_ext._object_collectives import all_gather_along, all_gather_objects, differs_between_ranks, true_on_any_rank
+from tp_ext._object_collectives import (
+    all_gather_along,
+    all_gather_objects,
+    differs_between_ranks,
+    raise_first,
+    true_on_any_rank,
+)
 from tp_ext.checkpoint.gather import Ranks, as_bytes, gather_full
+from tp_ext.model.census import Census
 from tp_ext.model.fqn import Entry
 
 T = TypeVar("T")
@@ -103,25 +110,45 @@ def _description(name: str, entry: Entry, tied: str) -> str:
     return ", ".join(words if tied == name else [*words, f"tied to {tied!r}"])
 
 
-def check_entries(entries: Mapping[str, Entry], ranks: Ranks) -> None:
-    """:func:`check_same` of the entries of a stage; called after all checks that need no communication."""
-    first: dict[int, str] = {}
-    tied = {name: first.setdefault(id(entry.value), name) for name, entry in entries.items()}
-    check_same("module", {name: _description(name, entry, tied[name]) for name, entry in entries.items()}, ranks)
+def agreed_entries(model: Census, ranks: Ranks) -> dict[str, Entry]:
+    """Returns the entries of a stage, which are the same on all its ranks. Communicates and raises as
+    :func:`check_same`; also for an entry that is an error on one rank alone, such as one on the meta device."""
+    entries: dict[str, Entry] = {}
+
+    def describe() -> dict[str, str]:
+        entries.update(model.state())
+        first: dict[int, str] = {}
+        tied = {name: first.setdefault(id(entry.value), name) for name, entry in entries.items()}
+        return {name: _description(name, entry, tied[name]) for name, entry in entries.items()}
+
+    check_same("module", describe, ranks)
+    return entries
 
 
-def check_same(name: str, entries: Mapping[str, str], ranks: Ranks) -> None:
+def check_same(name: str, describe: Callable[[], Mapping[str, str]], ranks: Ranks) -> None:
     """Checks that all ranks of a stage have the same entries, in this order. Otherwise a rank could wait for the others
-    in a collective, or get the shards of another entry. ``entries`` are descriptions by name.
+    in a collective, or get the shards of another entry. ``describe`` returns descriptions by name.
 
     Communicates: one all-reduce of two numbers along every axis; before an error, one exchange of the entries.
 
     Raises:
-        ValueError: on all ranks of all stages.
+        ValueError: on all ranks of all stages. What ``describe`` raises, on one rank or several: on all, too.
     """
-    differ = differs_between_ranks([*entries.items()], ranks.stage_axes, ranks.device)
-    if not (differ if ranks.pipeline is None else true_on_any_rank(differ, [ranks.pipeline], ranks.device)):
+    failure: Exception | None = None
+    entries: Mapping[str, str] = {}
+    try:
+        entries = describe()
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
+        failure = error
+    differ = differs_between_ranks((repr(failure), [*entries.items()]), ranks.stage_axes, ranks.device)
+    # The ranks of a stage may fail alike, of which other stages do not know
+    if ranks.pipeline is not None:
+        differ = true_on_any_rank(differ or failure is not None, [ranks.pipeline], ranks.device)
+    if not differ:
+        if failure is not None:
+            raise failure
         return
+    raise_first(failure, ranks.axes)
     gathered = all_gather_along([(ranks.stage, dist.get_rank(), entries)], ranks.axes)
     first: dict[int, tuple[int, Mapping[str, str]]] = {}
     # In the order of ranks, so that all raise the same error

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext._checks import check_int
-from tp_ext._object_collectives import call_and_gather, true_on_any_rank
+from tp_ext._object_collectives import call_and_gather, raise_on_all_ranks, true_on_any_rank
 from tp_ext.checkpoint.expert_entries import ExpertGather, join_published
 from tp_ext.checkpoint.expert_names import PublishedEntry, check_family, published_entries
 from tp_ext.checkpoint.files.safetensors_slices import JoinedTensor, SlicedTensor
 from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, refuse_quantised
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, chunk_slices, ranks_of, write_full
-from tp_ext.checkpoint.pipeline import WholeTensor, check_entries, from_stage, gather_whole, whole_entries
+from tp_ext.checkpoint.pipeline import WholeTensor, agreed_entries, check_same, from_stage, gather_whole, whole_entries
 from tp_ext.checkpoint.safetensors_files import (
     Export,
     FileEntries,
@@ -86,7 +86,8 @@ def save_safetensors(
     if wrong := [key for key, value in head.items() if not (isinstance(key, str) and isinstance(value, str))]:
         raise TypeError(f"metadata: {wrong} must be strings, and their values")
     model = census(module, mesh_axes(group, mesh))
-    ranks, entries = ranks_of(model), model.state()
+    ranks = ranks_of(model)
+    entries = agreed_entries(model, ranks)
     whole = whole_entries(entries, ranks, with_extra=True, unique=True)
     published: dict[str, list[PublishedEntry]] = {}
     if expert_names is not None:
@@ -106,7 +107,6 @@ def save_safetensors(
                 # A name that the user's metadata has already stays
                 head.setdefault(part.name, other.name)
     shards = split_into_files(written, max_shard_size)
-    check_entries(entries, ranks)
     gather_part = ExpertGather(ranks)
 
     def gather(name: str, tensor: WholeTensor) -> Tensor | None:
@@ -142,6 +142,9 @@ def write_files(
         index_metadata: numbers for the index, besides ``total_size``.
         finish: called on rank 0 before the files are moved into place.
     """
+    # One more file on a rank would be one more collective
+    names = {f"file {number}": f"of {', '.join(name for name, _ in shard)}" for number, shard in enumerate(shards, 1)}
+    check_same("max_shard_size", lambda: names, ranks)
     # Rank 0 alone touches files; the others follow its steps
     export = Export(Path(path), shards, head, index_metadata) if ranks.first else None
     try:
@@ -225,7 +228,7 @@ def load_safetensors(
     Communicates one number per group: all ranks load, or none. With a pipeline, one exchange of names over ``pp``.
 
     Raises:
-        OSError: a file that cannot be read, here or on another rank.
+        On all ranks: OSError: a file that cannot be read.
         KeyError: under ``strict``, naming the missing and the unexpected keys; always, if an expert layer lacks some
             of its published entries.
         ValueError: an entry of another shape than the unsharded parameter's; names the key and both shapes. Integers or
@@ -235,18 +238,16 @@ def load_safetensors(
     """
     check_family(expert_names, "expert_names")
     model = census(module, mesh_axes(group, mesh))
-    ranks, entries = ranks_of(model), model.state()
+    ranks = ranks_of(model)
     failure: Exception | None = None
     with ExitStack() as opened:
         try:
+            entries = model.state()
             sources = _match_sources(entries, lambda: _open_sources(Path(path), opened), strict, ranks, expert_names)
         except Exception as error:  # of any kind: it must reach the other ranks
             failure = error
-        if true_on_any_rank(failure is not None, ranks.axes, ranks.device):
-            # A rank without the error must not load either: the model would be of two files
-            raise failure or OSError(
-                f"path: {os.fspath(path)!r} could not be read on another rank, whose error has the cause"
-            )
+        # A rank without the error must not load either: the model would be of two files
+        raise_on_all_ranks(failure, ranks.axes, ranks.device)
         # All ranks have checked everything: from here on the model changes
         for name, source in sources.items():
             entry = entries[name]

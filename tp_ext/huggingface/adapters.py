@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext._checks import check_path, check_probability
-from tp_ext._object_collectives import call_on_all_ranks
 from tp_ext.checkpoint.files.plain_values import read_json
 from tp_ext.checkpoint.files.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype
 from tp_ext.checkpoint.gather import Ranks, ranks_of, write_full
-from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
+from tp_ext.checkpoint.pipeline import WholeTensor, agreed_entries, check_same, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
 from tp_ext.model.census import census
+from tp_ext.model.layouts import refuse_wrapped
 from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.lora import LoRALinear, add_lora
@@ -60,21 +60,30 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     Returns:
         The names of the layers.
 
-    Communicates: an exchange of errors over the group. Raises, on all ranks and before anything changes:
-        OSError: a file that cannot be read. ValueError: an option with an effect that is none of these (DoRA,
-        rank_pattern, modules_to_save, ..), by name; tensors that are no factors; a layer that the model does not have,
-        or that its plan leaves whole with a partial gradient; another shape. TypeError: an argument of another type.
+    Communicates: one all-reduce of two numbers over each group, and those of :func:`tp_ext.add_lora`. Raises, on all
+    ranks and before anything changes:
+        OSError: a file that cannot be read. ValueError: files of another adapter on another rank; an option with an
+        effect that is none of these (DoRA, rank_pattern, modules_to_save, ..), by name; tensors that are no factors; a
+        layer that the model does not have, or that its plan leaves whole with a partial gradient; another shape; DDP.
+        TypeError: an argument of another type.
     """
     _check(model, path)
     ranks = ranks_of(census(model))
+    config: dict[str, Any] = {}
+    tensors: dict[str, SlicedTensor] = {}
+    names: list[str] = []
     with ExitStack() as opened:
 
-        def read() -> tuple[dict[str, Any], dict[str, SlicedTensor], list[str]]:
-            config = _config_of(Path(path) / CONFIG)
-            tensors = _factors_of(Path(path) / TENSORS, opened)
-            return config, tensors, _checked(model, tensors, config, Path(path))
+        def describe() -> dict[str, str]:
+            refuse_wrapped(model, "load adapters")
+            config.update(_config_of(Path(path) / CONFIG))
+            tensors.update(_factors_of(Path(path) / TENSORS, opened))
+            names.extend(_checked(model, tensors, config, Path(path)))
+            # Ranks may read files of their own disks: of another r their products would not fit
+            options = {name: repr(config.get(name)) for name in ("r", "lora_alpha", "lora_dropout", "use_rslora")}
+            return options | {name: f"of shape {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())}
 
-        config, tensors, names = call_on_all_ranks(ranks.axes[0] if ranks.axes else None, read)
+        check_same("path", describe, ranks)
         r, alpha, dropout = config["r"], config["lora_alpha"], config.get("lora_dropout") or 0.0
         for name in names:
             layer = model.get_submodule(name)
@@ -104,21 +113,26 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], *, lock_timeout
         path: a folder; it is made if it does not exist. lock_timeout: as :func:`tp_ext.save_safetensors`.
 
     Communicates as :func:`tp_ext.save_safetensors`. Raises:
-        ValueError: no adapter; adapters that are merged, or of several r, scales or dropouts. OSError: on every rank,
-        if rank 0 could not write. TypeError: an argument of another type.
+        ValueError, on all ranks: no adapter, or others on another rank; adapters that are merged, or of several r,
+        scales or dropouts. OSError: on every rank, if rank 0 could not write. TypeError: an argument of another type.
     """
     _check(model, path)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     # The configuration has one of each for all layers
     kinds = {(layer.r, layer.scaling, layer.dropout) for layer in layers.values()}
-    if len(kinds) != 1 or any(layer.merged for layer in layers.values()):
-        kind = f"(r, scale, dropout) {sorted(kinds)}" if len(kinds) != 1 else "merged ones"
-        raise ValueError(f"model: its adapters must be of one r, scale and dropout, not merged; it has {kind}")
     known = census(model)
     ranks = ranks_of(known)
+
+    def describe() -> dict[str, str]:
+        if len(kinds) != 1 or any(layer.merged for layer in layers.values()):
+            kind = f"(r, scale, dropout) {sorted(kinds)}" if len(kinds) != 1 else "merged ones"
+            raise ValueError(f"model: its adapters must be of one r, scale and dropout, not merged; it has {kind}")
+        return dict.fromkeys(layers, f"of r, scale and dropout {kinds}")
+
+    check_same("model", describe, ranks)
     entries = {
         PREFIX + name: entry
-        for name, entry in known.state().items()
+        for name, entry in agreed_entries(known, ranks).items()
         if name.endswith(FACTORS) and name[: -len(FACTORS[0])] in layers
     }
     whole = {name: _whole(entry.value, entry.shape, ranks) for name, entry in entries.items()}

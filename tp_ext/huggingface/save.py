@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from tp_ext._checks import check_path
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, ranks_of
-from tp_ext.checkpoint.pipeline import WholeTensor, gather_whole
+from tp_ext.checkpoint.pipeline import WholeTensor, agreed_entries, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
 from tp_ext.checkpoint.safetensors_files import FileEntries
 from tp_ext.group import NOT_GIVEN, Group
@@ -64,7 +64,8 @@ def save_pretrained(
         if getattr(module, "low_bits", None) is not None:
             raise ValueError(f"model: {name!r} was quantised, which files of transformers cannot hold: save_checkpoint")
     known = census(model, mesh_axes(group, mesh))
-    ranks, entries = ranks_of(known), known.state()
+    ranks = ranks_of(known)
+    entries = agreed_entries(known, ranks)
     # Meta tensors in place of the state dict: transformers decides by names, shapes and ties alone what files hold
     ignored = model._keys_to_ignore_on_save or ()
     full = {

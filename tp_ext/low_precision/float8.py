@@ -43,27 +43,29 @@ def float8(model: nn.Module, recipe: Float8 | None = None, filter: Filter | None
             converted or quantised already, is on two axes, was built in :func:`tp_ext.tp_invariant` or with
             ``grad_accumulation_fusion``; a weight in fp64 or sharded by FSDP2; an ``nn.Linear`` that a plan of
             :mod:`tp_ext.auto` with ``sequence_parallel`` leaves whole, whose scales would be those of a rank's tokens;
-            a ``filter`` that chooses other layers on another rank, on all ranks.
+            on all ranks, another ``recipe`` on one of them, or a ``filter`` that chooses other layers there.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
     recipe = Float8() if recipe is None else recipe
     if not isinstance(recipe, Float8):
         raise TypeError(f"recipe: {recipe!r} must be a Float8")
-    # fully_shard changes the classes of linears, which would not be found
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise ValueError(f"{name}: a DTensor must not be converted to float8; convert before FSDP2")
     candidates = linears(model)
     experts = {name: module for name, module in model.named_modules() if isinstance(module, ParallelExperts)}
     chosen: dict[str, nn.Module] = {}
     problem: Exception | None = None
     try:
+        # fully_shard changes the classes of linears, which would not be found
+        for name, param in model.named_parameters():
+            if isinstance(param, DTensor):
+                raise ValueError(f"{name}: a DTensor must not be converted to float8; convert before FSDP2")
         chosen = _chosen(model, candidates.keys() | experts.keys(), recipe, filter)
     except Exception as error:  # of the caller's filter, too
         problem = error
     # All are checked before one is converted
-    check_same_names("filter", list(chosen), groups_of([*candidates.values(), *experts.values()]), problem)
+    check_same_names(
+        "filter", list(chosen), groups_of([*candidates.values(), *experts.values()]), problem, recipe=recipe
+    )
     refuse_fused_paths(model, list(chosen))
     for layer in chosen.values():
         if type(layer) is nn.Linear:

@@ -60,17 +60,17 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
             convert; ``block`` is odd or does not divide; a weight of another dtype than fp32, bf16 or fp16, sharded by
             FSDP2, on meta, computed (``weight_norm``, pruning), or with a NaN or an Inf; DDP inside; a layer that is
             quantised or in float8 already, is on two axes, or was built in :func:`tp_ext.tp_invariant`; a ``filter``
-            that chooses other layers on another rank.
+            that chooses other layers on another rank, or other arguments there.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {model!r} must be a module")
-    check_low_bits(weights, block)
-    refuse_wrapped(model, "quantise")
     candidates = linears(model)
     problem: Exception | None = None
     chosen: dict[str, nn.Module] = {}
     forms: dict[str, tuple[LowBits, Tensor]] = {}
     try:
+        check_low_bits(weights, block)
+        refuse_wrapped(model, "quantise")
         chosen = {name: layer for name, layer in candidates.items() if filter is None or filter(name, layer)}
         if not chosen:
             raise ValueError("model: must have a linear to quantise")
@@ -84,7 +84,7 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
             forms[name] = form, largest_of(form, weight, f"{name or 'model'}.weight")
     except Exception as error:  # of the caller's filter, too
         problem = error
-    check_same_names("filter", list(chosen), groups_of(candidates.values()), problem)
+    check_same_names("filter", list(chosen), groups_of(candidates.values()), problem, weights=weights, block=block)
     for name, layer in chosen.items():
         form, largest = forms[name]
         put(layer, form, largest)

@@ -77,27 +77,10 @@ class LoRALinear(ParallelModule):
         alpha: float,
         dropout: float = 0.0,
     ) -> None:
-        if not isinstance(base, _BASES):
-            raise TypeError(
-                f"base: {type(base).__name__} must be a ColumnParallelLinear or a RowParallelLinear; of the model's "
-                "own layers those are qkv, out, up and down"
-            )
-        if any(isinstance(param, DTensor) for param in base.parameters()):
-            raise ValueError(
-                "base: must not be sharded by FSDP2, which would not know the adapter; add adapters before"
-            )
-        if base.on_two_axes:
-            raise ValueError("base: must not have a weight_group or activations='hidden'")
-        if any(getattr(hook, "is_of_input", False) for hook in base._forward_pre_hooks.values()):
-            raise ValueError(
-                "base: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter"
-            )
-        check_int(least=1, r=r)
-        check_number(above=0, alpha=alpha)
-        check_probability(dropout=dropout)
+        _check_base("base", base)
+        _check_options(r, alpha, dropout)
         group = base.tp_group.name or None
         super().__init__(group, sequence_parallel=base.sequence_parallel)
-        _refuse_blocks("base", base)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.r, self.scaling, self.dropout, self.merged = r, alpha / r, dropout, False
         self.base_layer = base.requires_grad_(False)
@@ -242,10 +225,9 @@ def add_lora(
         The names of the layers.
 
     Communicates an all-gather of objects over each group of the model's column and row linears. Raises:
-        ValueError: a pattern that names no such layer; DDP or FSDP2 have the model already; other layers on another
-            rank, on all ranks; and see :class:`LoRALinear`.
+        ValueError, TypeError, on all ranks, nothing has changed then: a pattern that names no such layer; DDP or FSDP2
+            have the model already; other layers, or other options, on another rank; and see :class:`LoRALinear`.
     """
-    refuse_wrapped(model, "add adapters")
     patterns = [targets] if isinstance(targets, str) else list(targets)
     chosen = [
         name
@@ -254,19 +236,24 @@ def add_lora(
     ]
     linears = {name: module for name, module in model.named_modules() if name and isinstance(module, _BASES)}
     groups = dict.fromkeys(linear.tp_group.name for linear in linears.values() if linear.tp_group.size > 1)
-    # A misspelled pattern would leave its layers without an adapter, and frozen
-    unknown = [pattern for pattern in patterns if not any(_matches(name, pattern) for name in chosen)]
-    problem = (
-        ValueError(
-            f"targets: {unknown[0]!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; it has "
-            f"{sorted({name.rpartition('.')[2] for name in linears})}"
-        )
-        if unknown
-        else None
-    )
-    check_same_names("targets", chosen, map(process_group, groups), problem)
-    for name in chosen:
-        _refuse_blocks(name, model.get_submodule(name))  # before one is replaced
+    problem: Exception | None = None
+    try:
+        refuse_wrapped(model, "add adapters")
+        # A misspelled pattern would leave its layers without an adapter, and frozen
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in chosen):
+                raise ValueError(
+                    f"targets: {pattern!r} must name a ColumnParallelLinear or RowParallelLinear inside the model; it "
+                    f"has {sorted({name.rpartition('.')[2] for name in linears})}"
+                )
+        _check_options(r, alpha, dropout)
+        for name in chosen:  # before one is replaced
+            _check_base(name, model.get_submodule(name))
+    except (TypeError, ValueError) as error:
+        problem = error
+    # Each layer then draws its factors, for which the ranks meet
+    options = {"r": r, "alpha": alpha, "dropout": dropout, "freeze": freeze}
+    check_same_names("targets", chosen, map(process_group, groups), problem, **options)
     if freeze:
         adapters = {p for _, layer in _lora_layers(model) for n, p in layer.named_parameters() if n.startswith("lora_")}
         for param in set(model.parameters()) - adapters:
@@ -315,7 +302,25 @@ def merge_lora(model: nn.Module) -> list[str]:
     return names
 
 
-def _refuse_blocks(name: str, base: nn.Module) -> None:
+def _check_options(r: int, alpha: float, dropout: float) -> None:
+    check_int(least=1, r=r)
+    check_number(above=0, alpha=alpha)
+    check_probability(dropout=dropout)
+
+
+def _check_base(name: str, base: Any) -> None:
+    """Raises TypeError or ValueError unless a layer can get an adapter."""
+    if not isinstance(base, _BASES):
+        raise TypeError(
+            f"{name}: {type(base).__name__} must be a ColumnParallelLinear or a RowParallelLinear; of the model's "
+            "own layers those are qkv, out, up and down"
+        )
+    if any(isinstance(param, DTensor) for param in base.parameters()):
+        raise ValueError(f"{name}: must not be sharded by FSDP2, which would not know the adapter; add adapters before")
+    if base.on_two_axes:
+        raise ValueError(f"{name}: must not have a weight_group or activations='hidden'")
+    if any(getattr(hook, "is_of_input", False) for hook in base._forward_pre_hooks.values()):
+        raise ValueError(f"{name}: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter")
     if getattr(base, "invariant_blocks", None) is not None:
         raise ValueError(
             f"{name}: a layer built in tp_invariant must not get an adapter, whose sums depend on the number of ranks"
