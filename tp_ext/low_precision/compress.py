@@ -248,16 +248,17 @@ class CompressedGradients:
                 raise problem
             return
         params = list(self._compressed)
-        kinds = kinds_of_gradients(params)
+        # Those of the exempt ones, too: an error of theirs must not come when the others are means already
+        kinds = kinds_of_gradients([*params, *self._exempt])
         flag = kinds.new_full((1, kinds.shape[1]), int(problem is not None))
         kinds = torch.cat([kinds, flag])
         dist.all_reduce(kinds, dist.ReduceOp.MAX, group=self._data)
         if kinds[-1].any():
             raise problem or ValueError("model: another rank of the data axis has refused to average, see its error")
-        kinds = kinds[:-1]
+        has_grads = check_kinds([*params, *self._exempt], kinds[:-1])[: len(params)]
         owners: dict[int, Compressed] = {}
         grads: list[Tensor] = []
-        for param, has_grad in zip(params, check_kinds(params, kinds), strict=True):
+        for param, has_grad in zip(params, has_grads, strict=True):
             if has_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
             terms = gradient_terms(param)

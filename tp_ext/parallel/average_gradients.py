@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ext.group import Group, ParallelGroup
 from tp_ext.mesh import data_axes
 from tp_ext.model.census import census, holds_experts
-from tp_ext.parallel.gradient_sum import average_over
+from tp_ext.parallel.gradient_sum import average_over, check_over_axes
 from tp_ext.sharding import Layout
 
 
@@ -26,11 +26,12 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
         model: any module, without DDP, which takes the mean itself. Parameters under FSDP2, which does, too, are left.
         data_groups: the axes, such as ``[mesh["dp"], mesh["ep"]]``, one by one, the expert group among them.
 
-    Communicates, over each axis: an all-reduce of four numbers per parameter, and all-reduces of the gradients of each
-    dtype, in buffers of 64 MiB.
+    Communicates, over each axis: an all-reduce of four numbers per parameter, with several axes two, and all-reduces
+    of the gradients of each dtype, in buffers of 64 MiB.
 
     Raises:
         ValueError: the experts are sharded over a group that shares several ranks with an axis and is not that axis.
+            On all ranks, nothing has changed then: as :func:`sum_gradients`.
     """
     # FSDP2 has taken the mean of the gradient of a DTensor already
     params = [(name, entry) for name, entry in census(model).parameters.items() if not isinstance(entry.value, DTensor)]
@@ -39,6 +40,7 @@ def average_gradients(model: nn.Module, data_groups: Group | list[Group]) -> Non
         (axis, [entry.value for name, entry in params if not is_sharded_over(entry.layout, axis, name)])
         for axis in data_axes(data_groups).axes
     ]
+    check_over_axes([(over, axis.name) for axis, over in averaged])
     for axis, over in averaged:
         average_over(over, axis.name)
 

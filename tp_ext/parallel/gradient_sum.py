@@ -117,6 +117,25 @@ def average_over(params: Iterable[Tensor], group: Group) -> None:
             grad.div_(size)
 
 
+def check_over_axes(means: Sequence[tuple[Iterable[Tensor], Group]]) -> None:
+    """Raises on all ranks, before the first of several means over axes of a mesh is taken, what :func:`check_kinds` of
+    one of them would raise: on some ranks alone, while the others are at the next axis.
+
+    Args:
+        means: the parameters of each mean, and its axis.
+
+    Communicates: with several axes an all-reduce of four numbers per parameter over each.
+    """
+    axes = [group for _, group in means if parallel_group(group).size > 1]
+    params = list(dict.fromkeys(param for over, _ in means for param in over))
+    if len(axes) < 2 or not params:
+        return
+    kinds = kinds_of_gradients(params)
+    for axis in axes:
+        dist.all_reduce(kinds, dist.ReduceOp.MAX, group=process_group(axis))
+    check_kinds(params, kinds)
+
+
 def gradient_buckets(grads: list[Tensor]) -> list[list[Tensor]]:
     """Returns the gradients in lists of one dtype and device, of about 64 MiB, in their order; none that is empty."""
     buckets: list[list[Tensor]] = []

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext.group import Group, global_ranks, parallel_group, process_group
 from tp_ext.mesh import DATA_AXES
 from tp_ext.model.census import Census, holds_experts
-from tp_ext.parallel.gradient_sum import average_over
+from tp_ext.parallel.gradient_sum import average_over, check_over_axes
 
 
 class Replicas(NamedTuple):
@@ -52,8 +52,10 @@ class Replicas(NamedTuple):
         """Takes the mean of all gradients, as DDP and FSDP2 do: it leaves those of earlier steps as they are."""
         experts = _expert_parameters(stages)
         others = dict.fromkeys(param for stage in stages for param in stage.parameters())
-        average_over([param for param in others if param not in experts], self.whole)
-        average_over(experts, self.experts)
+        means = [([param for param in others if param not in experts], self.whole), (experts, self.experts)]
+        check_over_axes(means)
+        for params, axes in means:
+            average_over(params, axes)
 
     def average_expert_gradients(self, model: nn.Module) -> None:
         """Takes the mean of the gradients of experts that ``ep`` shards, which DDP over ``whole`` ignores."""
