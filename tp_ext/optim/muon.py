@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from tp_ext._checks import check_bool, check_choice, check_number
-from tp_ext._object_collectives import all_gather_along, all_gather_objects, differs_between_ranks
+from tp_ext._object_collectives import all_gather_along, all_gather_objects, differs_between_ranks, raise_first
 from tp_ext.group import NOT_GIVEN, Group, process_group
 from tp_ext.invariance import one_thread
 from tp_ext.mesh import DataAxes
@@ -169,34 +169,41 @@ class Muon(Optimizer):
         Communicates: see the class.
 
         Raises:
-            ValueError: ranks with different parameters. RuntimeError: a sparse gradient.
+            On all ranks, nothing has changed then: ValueError: ranks with different parameters. RuntimeError: a sparse
+            gradient.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         matrices: list[tuple[Tensor, dict[str, Any], int]] = []
-        number = 0
+        others: list[tuple[list[Tensor], dict[str, Any]]] = []
+        number, problem = 0, None
         for group in self.param_groups:
             with_gradient = [param for param in group["params"] if param.grad is not None]
             for param in with_gradient:
                 if param.grad.is_sparse:
-                    raise RuntimeError(f"params: a gradient of shape {tuple(param.shape)} is sparse and must be dense")
+                    text = f"params: a gradient of shape {tuple(param.shape)} is sparse and must be dense"
+                    problem = problem or RuntimeError(text)
             if group["use_muon"]:
                 # lr may be a tensor, but alpha of add_ must be a number
                 options = {**group, "lr": float(group["lr"])}
                 matrices += [(p, options, number + i) for i, p in enumerate(group["params"]) if p.grad is not None]
             elif with_gradient:
-                self._step_adamw(with_gradient, group)
+                others.append((with_gradient, group))
             number += len(group["params"])
         # Also without any gradient on this rank: the others must learn of it in the exchange
         if any(group["use_muon"] and group["params"] for group in self.param_groups):
-            self._step_muon(matrices)
+            self._step_muon(matrices, problem)
+        elif problem is not None:
+            raise problem
+        for with_gradient, group in others:  # last: until here an error leaves all parameters as they were
+            self._step_adamw(with_gradient, group)
         return loss
 
-    def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any], int]]) -> None:
+    def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any], int]], problem: Exception | None) -> None:
         key = tuple(number for _, _, number in matrices)
-        self._check_same_on_all_ranks(key)
+        self._check_same_on_all_ranks(key, problem)
         # Other parameters have gradients than at the last step, on all ranks: new buckets
         if key != self._key:
             self._buckets, self._key = self._planned(matrices), key
@@ -217,19 +224,20 @@ class Muon(Optimizer):
                 if last[index] is bucket:
                     del updates[index]
 
-    def _check_same_on_all_ranks(self, key: tuple[int, ...]) -> None:
+    def _check_same_on_all_ranks(self, key: tuple[int, ...], problem: Exception | None) -> None:
         """Raises ValueError on all ranks unless they have gradients of the same matrices, by their numbers ``key``:
-        else some would exchange shapes while others exchange matrices."""
+        else some would exchange shapes while others exchange matrices; or the ``problem`` of a rank."""
         every = [param for group in self.param_groups if group["use_muon"] for param in group["params"]]
         if self._axes is None or self._axes[0] != len(every):  # a group was added
             layouts = [self._placed.layout(param, number)[1] for number, param in enumerate(every)]
             self._axes = len(every), *self._placed.ranks(every, layouts)
         _, axes, device = self._axes
-        if axes.size == 1:
-            return
         groups = [process_group(axis.name) for axis in reversed(axes.axes)]
-        if not differs_between_ranks(key, groups, device):
+        if axes.size == 1 or not differs_between_ranks((key, repr(problem)), groups, device):
+            if problem is not None:
+                raise problem
             return
+        raise_first(problem, groups)
         keys = all_gather_along([key], groups)  # for the message alone
         some = min(number for key in keys for number in key if any(number not in other for other in keys))
         have = [rank for rank, parameters in enumerate(keys) if some in parameters]
