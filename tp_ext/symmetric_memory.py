@@ -32,7 +32,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from tp_ext._build import load
-from tp_ext._object_collectives import all_gather_objects
+from tp_ext._object_collectives import all_gather_objects, call_and_gather
 from tp_ext.group import Group, ParallelGroup, group_name, parallel_group, process_group
 
 MAX_RANKS = 8  # one-shot reads p times the bytes; torch chose the sizes, and tests its kernels, up to 8 ranks
@@ -85,16 +85,17 @@ def enable(
         TypeError, ValueError: see :func:`tp_ext.group.group_name`; sizes that are no multiples of 16 or out of order,
             or not the same on all ranks.
     """
-    for name, value in (("one_shot_bytes", one_shot_bytes), ("max_bytes", max_bytes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value % 16:
-            raise ValueError(f"{name}: {value!r} must be a multiple of 16, of at least 0")
-    if max_bytes < max(one_shot_bytes, 16):
-        raise ValueError(f"max_bytes: {max_bytes} must be at least 16 and one_shot_bytes = {one_shot_bytes}")
     tp = parallel_group(group).plain()
-    if tp.size == 1:
-        return Enabled(tp.name, "p = 1 communicates nothing")
     options = (one_shot_bytes, max_bytes, bool(fused_matmul))
-    reports = all_gather_objects(_report(tp, options), process_group(tp.name))
+    if tp.size == 1:
+        _check_sizes(one_shot_bytes, max_bytes)
+        return Enabled(tp.name, "p = 1 communicates nothing")
+
+    def report() -> _RankReport:
+        _check_sizes(one_shot_bytes, max_bytes)
+        return _report(tp, options)
+
+    reports = call_and_gather(process_group(tp.name), report)
     if len({report.options for report in reports}) > 1:
         listed = ", ".join(str(report.options) for report in reports)
         raise ValueError(f"one_shot_bytes, max_bytes, fused_matmul: {listed} must be the same on all ranks")
@@ -116,6 +117,14 @@ def algorithm(numel: int, dtype: torch.dtype, group: Group) -> str:
     """
     chosen: str = load().all_reduce_algorithm(dtype, numel, group_name(group))
     return chosen
+
+
+def _check_sizes(one_shot_bytes: int, max_bytes: int) -> None:
+    for name, value in (("one_shot_bytes", one_shot_bytes), ("max_bytes", max_bytes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value % 16:
+            raise ValueError(f"{name}: {value!r} must be a multiple of 16, of at least 0")
+    if max_bytes < max(one_shot_bytes, 16):
+        raise ValueError(f"max_bytes: {max_bytes} must be at least 16 and one_shot_bytes = {one_shot_bytes}")
 
 
 def _report(tp: ParallelGroup, options: tuple[int, int, bool]) -> _RankReport:

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from tp_ext._checks import check_int, check_number
+from tp_ext._checks import check_number
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
 from tp_ext.elastic.board import NO, YES, Board, View
 from tp_ext.elastic.buffers import AllReduce, SharedBuffers
 from tp_ext.elastic.cross_group import CrossGroup
-from tp_ext.elastic.fit import Fit, persistent, states_to_give, take_states
+from tp_ext.elastic.fit import Fit, check_arguments, persistent, states_to_give, take_states
 from tp_ext.elastic.gradients import MeanGradients
 from tp_ext.elastic.joining import Joining
 from tp_ext.elastic.lost import ReplicaLost
@@ -80,8 +80,8 @@ class ElasticData:
     Communicates: over ``group`` an exchange of objects; over the replicas by gloo, whatever ``group`` uses.
 
     Raises:
-        TypeError: an argument of another type. ValueError: a ``timeout`` not above 0, ``min_replicas`` below 1;
-            arguments that differ between the ranks of ``group``, on all of them.
+        On all ranks of ``group``: TypeError: an argument of another type. ValueError: a ``timeout`` not above 0,
+            ``min_replicas`` below 1; arguments that differ between the ranks.
     """
 
     def __init__(
@@ -96,28 +96,21 @@ class ElasticData:
         min_replicas: int = 1,
         schedulers: Sequence[Any] = (),
     ) -> None:
-        self._modules = joined(model)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")
         if not isinstance(group, ProcessGroup):
             raise TypeError(f"group: {type(group).__name__} must be a ProcessGroup, that of all ranks of this replica")
-        if not isinstance(store, dist.Store):
-            raise TypeError(f"store: {type(store).__name__} must be a torch.distributed.Store")
-        if not isinstance(replica, str):
-            raise TypeError(f"replica: {replica!r} must be a string, the name of this replica")
-        check_number(above=0, timeout=timeout)
-        check_int(least=1, min_replicas=min_replicas)
         schedulers = list(schedulers)
-        for scheduler in schedulers:
-            if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
-                raise TypeError(f"schedulers: {type(scheduler).__name__} must have state_dict and load_state_dict")
+
+        def describe() -> tuple[str, str]:
+            self._modules = joined(model)
+            check_arguments(optimizer, store, replica, timeout, min_replicas, schedulers)
+            return json.dumps([replica, timeout, min_replicas]), secrets.token_hex(8)
+
+        reports = call_and_gather(group, describe)
         self._model, self._optimizer, self._name, self._schedulers = model, optimizer, replica, schedulers
         self._rank, self._size = group.rank(), group.size()
         self._timeout, self._silence, self._least = timeout, timeout / 4, min_replicas
         self.step = 0
         self.replicas: tuple[str, ...] = ()
-        options = json.dumps([replica, timeout, min_replicas])
-        reports = call_and_gather(group, lambda: (options, secrets.token_hex(8)))
         for rank, (other, _) in enumerate(reports):
             if other != reports[0][0]:
                 raise ValueError(

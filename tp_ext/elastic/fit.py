@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tp_ext._checks import check_int, check_number
 from tp_ext.elastic.board import Board, Replica
 from tp_ext.model.census import census
 from tp_ext.refit.contents import OPTIONS_OF_STATES
@@ -17,6 +19,23 @@ from tp_ext.refit.contents import OPTIONS_OF_STATES
 Fields = dict[str, str]
 # Options that say how to compute, which hosts may choose differently, and lists of the parameters themselves
 _NO_VALUES = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+
+def check_arguments(
+    optimizer: Any, store: Any, replica: Any, timeout: Any, min_replicas: Any, schedulers: Sequence[Any]
+) -> None:
+    """Raises TypeError or ValueError unless a replica takes these arguments."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")
+    if not isinstance(store, dist.Store):
+        raise TypeError(f"store: {type(store).__name__} must be a torch.distributed.Store")
+    if not isinstance(replica, str):
+        raise TypeError(f"replica: {replica!r} must be a string, the name of this replica")
+    check_number(above=0, timeout=timeout)
+    check_int(least=1, min_replicas=min_replicas)
+    for scheduler in schedulers:
+        if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
+            raise TypeError(f"schedulers: {type(scheduler).__name__} must have state_dict and load_state_dict")
 
 
 class Fit:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tp_ext import _ops
 from tp_ext._checks import check_number
-from tp_ext._object_collectives import all_gather_objects
+from tp_ext._object_collectives import all_gather_objects, call_and_gather
 from tp_ext.group import Group, process_group
 from tp_ext.planner.machine import Cluster, Device, EfficiencyCurve, Link
 
@@ -45,15 +45,24 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
         device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they
             will train; None: this process alone. minutes: at most so long.
 
-    Communicates: a barrier for each kernel, the all-reduces, and an exchange of what each rank measured, of which all
-    take the median.
+    Communicates: an exchange of kinds of devices, a barrier for each kernel, the all-reduces, and an exchange of what
+    each rank measured, of which all take the median.
 
     Raises:
-        TypeError, ValueError: ``minutes`` is no number above 0, ``device`` no CPU and no GPU of this machine.
+        TypeError, ValueError, on all ranks: ``minutes`` is no number above 0, ``device`` no CPU and no GPU of this
+            machine, or of another kind than on another rank.
     """
-    check_number(above=0, minutes=minutes)
-    where = _device(device)
     ranks = None if group is None else process_group(group)
+
+    def checked() -> str:
+        check_number(above=0, minutes=minutes)
+        return _device(device).type
+
+    # The kernels of another kind of device would have another number of barriers
+    kinds = [checked()] if ranks is None else call_and_gather(ranks, checked)
+    if len(set(kinds)) > 1:
+        raise ValueError(f"device: must be of one kind on all ranks of the group, and is {kinds}")
+    where = _device(device)
     seconds = 60 * minutes
     rates = _kernels(where, ranks, 0.75 * seconds) | (_links(where, ranks, 0.2 * seconds) if ranks is not None else {})
     everyone = [rates] if ranks is None else all_gather_objects(rates, ranks)
