@@ -18,7 +18,12 @@ from torch.distributed import DeviceMesh
 
 from tp_ext import auto
 from tp_ext._checks import check_bool, check_path
-from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
+from tp_ext._object_collectives import (
+    broadcast_from_first,
+    call_and_gather,
+    call_on_all_ranks,
+    raise_on_all_ranks,
+)
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
 from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, is_plain_float
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
@@ -121,9 +126,19 @@ def from_pretrained(
     # Weights that no file has are drawn from rank 0's generators, to the bits of one process
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
     with ExitStack() as opened:
-        model, files, groups, left = call_on_all_ranks(
-            ranks, lambda: _prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states)
-        )
+        made: list[tuple[Any, ...]] = []
+
+        def prepare() -> list[str]:
+            made.append(_prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states))
+            return _order(*made[0][2:], quantize is not None)
+
+        # Ranks may read folders of their own disks
+        for rank, order in enumerate(orders := call_and_gather(ranks, prepare)):
+            if order != orders[0]:
+                raise ValueError(
+                    f"path: the files of rank {rank} must have the tensors of those of rank 0, in this order"
+                )
+        model, files, groups, left = made[0]
         plan = call_on_all_ranks(
             ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel, invariant_blocks)
         )
@@ -139,7 +154,7 @@ def from_pretrained(
             for name in list(left.values):
                 # Popped: the full tensor is freed when this rank has its shard
                 value, entry = left.values.pop(name), entries[name]
-                if id(entry.value) in later:
+                if id(entry.value) in later:  # on all ranks, whose files have the same tensors
                     raise ValueError(f"quantize: no file has {name!r}, a weight to be quantised")
                 write_full(value, entry.value, entry.layout)
         call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups, Quantised(forms, where)))
@@ -172,18 +187,18 @@ def load_weights(model: transformers.PreTrainedModel, path: str | os.PathLike[st
     Communicates and raises as :func:`from_pretrained`, without its plan.
     """
     known = census(model)
-    ranks, entries = ranks_of(known), known.state()
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    with ExitStack() as opened:
-
-        def read() -> None:
+    ranks, failure = ranks_of(known), None
+    try:
+        with ExitStack() as opened:
+            entries = known.state()
             files = files_of(Path(path), opened)
             refuse_quantised_files(files, model, Path(path))
             groups, _ = groups_to_load(model, _shapes(files))
-            _matched(model, groups, Path(path), shapes)
+            _matched(model, groups, Path(path), {name: entry.shape for name, entry in entries.items()})
             _read(model, entries, files, groups, Quantised({}, torch.device("cpu")))
-
-        call_on_all_ranks(ranks.axes[0] if ranks.axes else None, read)
+    except Exception as error:  # of any kind: it must reach the other ranks
+        failure = error
+    raise_on_all_ranks(failure, ranks.axes, ranks.device)
 
 
 def _shapes(files: Mapping[str, SlicedTensor]) -> dict[str, Tensor]:
@@ -235,6 +250,13 @@ def _prepared(
     model._weight_conversions = conversions
     load_generation_config(model, path)
     return model, files, groups, left
+
+
+def _order(groups: list[TensorGroup], left: SimpleNamespace, is_met: bool) -> list[str]:
+    """Returns the names of the tensors, if ranks meet as they read in the order of reading, and of those that no file
+    has."""
+    names = [name for group in groups for name in group.targets]
+    return (names if is_met else sorted(names)) + sorted(left.values)
 
 
 def _plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import all_gather_objects, broadcast_from_first, true_on_any_rank
+from tp_ext._object_collectives import (
+    all_gather_objects,
+    broadcast_from_first,
+    call_and_gather,
+    call_on_all_ranks,
+    true_on_any_rank,
+)
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.full import full_state_dict
 from tp_ext.group import process_group
@@ -61,11 +67,11 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     Returns:
         The model, and the others, in this order.
 
-    Communicates: the ranks of each group, a checksum of each replicated parameter, the creation of the data-parallel
-    groups, one broadcast of each parameter and buffer over them; then what DDP does.
+    Communicates: the ranks of each group and what a rank raises, a checksum of each replicated parameter, the creation
+    of the data-parallel groups, one broadcast of each parameter and buffer over them; then what DDP does.
 
     Raises:
-        TypeError: another type. ValueError: the model has no groups, or they do not divide the job;
+        TypeError: another type. ValueError, on all ranks: the model has no groups, or they do not divide the job;
             replicated parameters differ on ranks that share a model; the sizes of ``parallelism_config`` are others;
             parameters on several devices, or under FSDP2; an optimizer of another model; see also
             :func:`share_batches`.
@@ -77,6 +83,23 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return accelerator.prepare(model, *others)
+    everyone = process_group(dist.group.WORLD)
+    own_ranks = call_and_gather(everyone, lambda: _checked_ranks(accelerator, model, others, world))
+    mesh = _mesh(accelerator, own_ranks, world)
+    # Groups whose ranks have no error would go on to the broadcasts over dp
+    call_on_all_ranks(everyone, lambda: check_layers(census(model), mesh["tp"], mesh["dp"]))
+    advice = "call tp_ext.manual_seed before the model is made, or load one file"
+    if mesh["tp"].size() > 1:
+        call_on_all_ranks(everyone, lambda: check_replicated(model, mesh["tp"], advice))
+    # Before the broadcast: NCCL sends tensors of the GPU alone
+    model.to(accelerator.device)
+    copy_from_first(census(model), mesh["dp"])
+    _AcceleratorMethods(accelerator, model, mesh)
+    return accelerator.prepare(model, *others)
+
+
+def _checked_ranks(accelerator: Any, model: nn.Module, others: Sequence[Any], world: int) -> tuple[int, ...]:
+    """Checks what a rank can see by itself; returns the ranks that share its model."""
     check_new(accelerator, world)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("model: must not be sharded by fully_shard; DDP averages its gradients")
@@ -87,24 +110,15 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
             id(p) not in ids for group in other.param_groups for p in group["params"]
         ):
             raise ValueError(f"others: {type(other).__name__} must be an optimizer of parameters of the model")
-    mesh = _mesh(accelerator, model, world)
-    check_layers(census(model), mesh["tp"], mesh["dp"])
-    if mesh["tp"].size() > 1:
-        check_replicated(model, mesh["tp"], "call tp_ext.manual_seed before the model is made, or load one file")
-    # Before the broadcast: NCCL sends tensors of the GPU alone
-    model.to(accelerator.device)
-    copy_from_first(census(model), mesh["dp"])
-    _AcceleratorMethods(accelerator, model, mesh)
-    return accelerator.prepare(model, *others)
-
-
-def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
-    """Returns the mesh ``dp`` x ``tp`` of all processes: tp, those that share the model."""
     known = census(model)
     # With experts over data ranks there are two; DDP over these is refused. With tp = 1 each process has the model
     own_ranks = [ranks for ranks in known.sharded_over if dist.get_rank() in ranks][:1]
-    own_ranks = own_ranks or [(dist.get_rank(),) if known.has_groups else ()]
-    rows = sorted(set(all_gather_objects(own_ranks[0], process_group(dist.group.WORLD))))
+    return own_ranks[0] if own_ranks else (dist.get_rank(),) if known.has_groups else ()
+
+
+def _mesh(accelerator: Any, own_ranks: Sequence[tuple[int, ...]], world: int) -> DeviceMesh:
+    """Returns the mesh ``dp`` x ``tp`` of all processes: tp, those that share the model."""
+    rows = sorted(set(own_ranks))
     if sorted(rank for ranks in rows for rank in ranks) != list(range(world)) or len({len(r) for r in rows}) > 1:
         groups_ = [list(ranks) for ranks in rows if ranks]
         raise ValueError(
@@ -119,6 +133,14 @@ def _mesh(accelerator: Any, model: nn.Module, world: int) -> DeviceMesh:
             f"model is sharded over {len(rows[0])} of {world} ranks: they must be {len(rows)} and {len(rows[0])}"
         )
     return DeviceMesh(accelerator.device.type, list(map(list, rows)), mesh_dim_names=("dp", "tp"))
+
+
+def _check_folder(folder: Any) -> None:
+    if not (Path(folder) / _FOLDER.format(0)).is_dir():
+        raise ValueError(
+            f"input_dir: {str(folder)!r} has no {_FOLDER.format(0)!r}: save_state of an accelerator of "
+            "tp_ext.huggingface.prepare has not written it, or not to its end"
+        )
 
 
 class _AcceleratorMethods:
@@ -218,11 +240,8 @@ class _AcceleratorMethods:
         with self._without_shards() as optimizers:
             folder = args[0] if args else options.get("input_dir")
             # Before accelerate loads schedulers and counters: nothing has changed then
-            if folder is not None and not (Path(folder) / _FOLDER.format(0)).is_dir():
-                raise ValueError(
-                    f"input_dir: {str(folder)!r} has no {_FOLDER.format(0)!r}: save_state of an accelerator of "
-                    "tp_ext.huggingface.prepare has not written it, or not to its end"
-                )
+            if folder is not None:
+                call_on_all_ranks(process_group(dist.group.WORLD), lambda: _check_folder(folder))
             type(accelerator).load_state(accelerator, *args, **options)
         for path, optimizer in self._parts(optimizers):
             load_checkpoint(path, self.model, optimizer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from tp_ext._object_collectives import true_on_any_rank
+from tp_ext._object_collectives import call_on_all_ranks, true_on_any_rank
 from tp_ext.group import process_group
 from tp_ext.lightning.checkpoints import META, load_checkpoint
 from tp_ext.model.census import census
@@ -91,7 +91,8 @@ class TensorParallelStrategy(ModelParallelStrategy):
         """Draws the weights of a model on meta, checks its layers, and makes replicas equal."""
         model: Any = self.model
         data = self.device_mesh["data_parallel"]
-        check_layers(census(model), self.device_mesh["tensor_parallel"], data)
+        tensor = self.device_mesh["tensor_parallel"]
+        call_on_all_ranks(process_group(dist.group.WORLD), lambda: check_layers(census(model), tensor, data))
         materialise(model, self.root_device, reset_parameters)
         manual_seed(self._seed, self.device_mesh, "tensor_parallel")  # masks of other batches are others
         super().setup(trainer)
