@@ -106,8 +106,8 @@ def parallelize(
             microbatches are added by one binary tree, in their order in the global batch. Not with ranks of ``pp``,
             ``cp`` and ``ep``, experts, and ``compile``.
 
-    Communicates: the creation of groups; a checksum per parameter over the data axes; that of
-    :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
+    Communicates: the creation of groups; one number over each axis; a checksum per parameter over the data axes; that
+    of :func:`tp_ext.parallel.pipeline_stages`; DDP's broadcast.
 
     Raises:
         TypeError: an argument of another type. ValueError: an option out of its range, ``offload`` without

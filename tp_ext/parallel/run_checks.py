@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext._checksum import bits_of, checksum
-from tp_ext._object_collectives import all_gather_along, all_gather_objects
+from tp_ext._object_collectives import all_gather_along, all_gather_objects, raise_on_all_ranks
 from tp_ext.group import ParallelGroup
 from tp_ext.mesh import DATA_AXES, MeshAxes
 from tp_ext.model.census import Census
@@ -38,17 +38,22 @@ def check_model_is_new(model: nn.Module) -> None:
 
 
 def check_model(model: Census, mesh: DeviceMesh, zero: int, recompute: str | None) -> None:
-    """Raises ValueError unless ``parallelize`` can train the model over the axes of the mesh.
+    """Raises ValueError, on all ranks, unless ``parallelize`` can train the model over the axes of the mesh.
 
-    Communicates: see :func:`_check_replicas`.
+    Communicates: one number over each axis; see :func:`_check_replicas`.
     """
-    check_model_is_new(model.model)
-    _check_trainable(model)
-    _check_axes(model, mesh)
-    _check_experts(model, mesh, zero, recompute)
-    if zero > 1:
-        check_shards(model)
-    # It communicates, so it comes after the checks by which one rank may raise
+    failure: Exception | None = None
+    try:
+        check_model_is_new(model.model)
+        _check_trainable(model)
+        _check_axes(model, mesh)
+        _check_experts(model, mesh, zero, recompute)
+        if zero > 1:
+            check_shards(model)
+    except ValueError as error:  # which one rank alone may see
+        failure = error
+    axes = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
+    raise_on_all_ranks(failure, axes, torch.device(mesh.device_type))
     _check_replicas(model, mesh)
 
 

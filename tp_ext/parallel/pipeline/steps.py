@@ -299,15 +299,15 @@ class PipelineSteps:
             if name == following[0]:
                 what = "require a gradient" if has_main == following[1] else "have main_grad"
                 raise ValueError(f"model: {name!r} must {what} on all stages that have the weight or on none")
-        self._check_keywords(keywords, known)
-        if kwarg_mbs is not None:  # the shapes are those of one microbatch
-            keywords = kwarg_mbs[0]
-        elif keywords:
-            keywords = split_args_kwargs_into_chunks((), keywords, setup.microbatches)[1][0]
-        self._set_shapes(known.inputs, keywords)
+
+        def leaves_fakes(inputs: Sequence[Shape] = known.inputs) -> bool:
+            self._check_keywords(keywords, known)
+            chunks = keywords and split_args_kwargs_into_chunks((), keywords, setup.microbatches)[1]
+            self._set_shapes(inputs, (kwarg_mbs or chunks or [{}])[0])  # those of one microbatch
+            return self._shapes.close()
+
         # Found on one rank: all raise, since the others would wait for the activations of its stage
-        left = all_gather_objects(self._shapes.close(), setup.group)
-        if any(left):
+        if any(call_and_gather(setup.group, leaves_fakes)):
             raise RuntimeError(
                 "model: its call on fake tensors, for the shapes between the stages, has left some outside of the "
                 "model, as in a functools.lru_cache of tables, which a forward must not use; keep what forward "
