@@ -279,6 +279,35 @@ def test_an_optimizer_is_accepted():
         tp_ext.optim.accept(3)
 
 
+def _with_hook(group, register, late):
+    """The messages of a step and of debug.findings with a hook of a user."""
+    layer = _layer(group)
+    optimizer, seen = torch.optim.SGD(layer.parameters(), lr=0.1), []
+    if late:
+        optimizer.step()
+    before = layer.weight.detach().clone()
+    getattr(optimizer, register)(lambda *_: seen.append(layer.weight.norm()))
+    try:
+        optimizer.step()
+    except ValueError as error:
+        assert torch.equal(layer.weight, before) and not seen
+        return str(error), *tp_ext.debug.findings(layer, optimizer=optimizer)
+    tp_ext.optim.accept(optimizer).step()
+    return len(seen)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_of_the_steps_over_shards_is_refused(register, late):
+    """Its norm would be that of a shard. Over whole parameters it is called."""
+    for message, finding in ranks.run(_with_hook, 2, register, late):
+        assert message.startswith(
+            "optimizer: SGD must not have the step hook _with_hook.<locals>.<lambda> over a param"
+        )
+        assert finding.startswith("optimizer: SGD must not have the step hook") and "sharded over 2 ranks" in finding
+    assert ranks.run(_with_hook, 1, register, late) == [2]
+
+
 def _under_fsdp2(group, kind):
     axes = mesh(2, 2)
     layer = fully_shard(_layer(axes["tp"].get_group()), mesh=axes["dp"])

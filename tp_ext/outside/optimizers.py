@@ -36,7 +36,8 @@ _SHAPES = ((4, 6), (6, 4), (160, 144))
 _BIT_SHAPE, _BIT_CUTS = (40, 331), ((0, 1, 6, 40), (0, 5, 16, 331))  # vectors and remainders of all lengths
 _BIT_STEPS = 8  # more than RAdam's first five, which it computes otherwise
 _MAX_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
-_checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+# With the numbers of their step hooks then; None: accepted, with any
+_checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, ...] | None]" = weakref.WeakKeyDictionary()
 _found: dict[tuple[str, str, int, bool], bool | None] = {}
 _functions = itertools.count()
 
@@ -52,7 +53,7 @@ def accept(optimizer: Optimizer) -> Optimizer:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")
-    _checked.add(optimizer)
+    _checked[optimizer] = None
     return optimizer
 
 
@@ -80,12 +81,14 @@ def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
 
 def find_beyond_elements(model: Census, optimizer: Optimizer) -> Iterator[str]:
     """Yields a sentence if such an optimizer holds parameters that are sharded. Communicates nothing."""
-    if optimizer in _checked:
+    if _checked.get(optimizer, ()) is None:
         return
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     params = {param for group in optimizer.param_groups for param in group["params"]}
     sharded = _sharded((name, entry.layout) for name, entry in model.parameters.items() if entry.value in params)
     looked_at = inner if isinstance(inner, Optimizer) else optimizer
+    if sharded and (hook := _hook_of_user(optimizer)):
+        yield _hook_sentence(optimizer, hook, *sharded)
     if sharded and (kind := beyond_elements(looked_at)):
         yield _sentence(kind, *sharded)
     elif found := position_dependent(looked_at, {id(e.value): e.layout for e in model.parameters.values()}):
@@ -98,7 +101,8 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ValueError: on every rank that holds a shard; nothing has been communicated or updated.
     """
-    if optimizer not in _checked:
+    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    if _checked.get(optimizer, (-1,)) not in (None, hooks):
         compiled = torch.compiler.is_compiling()
         _look_at(optimizer, len(args) > 1 or kwargs.get("closure") is not None, compiled)
 
@@ -111,6 +115,8 @@ def _look_at(optimizer: Optimizer, with_closure: bool, compiled: bool) -> None:
     if sharded is not None:
         if params[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing else may run now; its first step outside of a graph is checked
+        if hook := _hook_of_user(optimizer):
+            raise ValueError(_hook_sentence(optimizer, hook, *sharded))
         inner = getattr(optimizer, "optim", None)  # its own step calls this hook
         if not isinstance(inner, Optimizer) and (kind := beyond_elements(optimizer, with_closure)):
             raise ValueError(_sentence(kind, *sharded))
@@ -121,7 +127,7 @@ def _look_at(optimizer: Optimizer, with_closure: bool, compiled: bool) -> None:
                 "optimizer: its step must not be compiled for parameters of a model built in tp_invariant: compiled "
                 "code rounds otherwise"
             )
-    _checked.add(optimizer)
+    _checked[optimizer] = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
 
 
 register_optimizer_step_pre_hook(refuse_on_shards)
@@ -131,6 +137,24 @@ def _sharded(table: Iterable[tuple[str, Layout]]) -> tuple[str, int] | None:
     """Returns the first name whose layout has several ranks, or blocks, and the number of ranks."""
     sizes = ((name, math.prod(layout.sizes), layout.blocks) for name, layout in table)
     return next(((name, p) for name, p, blocks in sizes if p > 1 or blocks), None)
+
+
+def _hook_of_user(optimizer: Optimizer) -> str:
+    """Returns the name of a hook of its steps that is not torch's: what it computes of a parameter, or of a gradient,
+    is of a shard, and running it on other tensors would have its effects. Empty if there is none."""
+    for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        if not f"{getattr(function, '__module__', '')}.".startswith(("torch.", "tp_ext.")):
+            return getattr(function, "__qualname__", type(function).__name__)
+    return ""
+
+
+def _hook_sentence(optimizer: Optimizer, hook: str, name: str, p: int) -> str:
+    return (
+        f"optimizer: {type(optimizer).__name__} must not have the step hook {hook} over {name}, which "
+        f"{_is_sharded(p)}: it gets shards as if they were whole; call its function around step(), or "
+        "tp_ext.optim.accept(optimizer) if it is right on shards"
+    )
 
 
 def _sentence(kind: str, name: str, p: int) -> str:
