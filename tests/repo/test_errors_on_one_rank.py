@@ -15,6 +15,7 @@ from torch import nn, ones, tensor
 
 import tp_ext
 from tests.helpers import ranks, simulated
+from tests.repo import rows_of_files, rows_of_layers, rows_of_models
 from tests.shm.backends import launch, start
 from tp_ext import P
 from tp_ext.parallel import sum_gradients
@@ -69,6 +70,35 @@ def _loss(group, target, columns=5, **options):
 def _context(group, tokens):
     layout = tp_ext.ContextLayout([4 * group.size()], group=group)
     tp_ext.ParallelAttention(8, 4, group=None, context_group=group)(ones(tokens, 8), layout=layout)
+
+
+class _Block(nn.Module):
+    def __init__(self, width=8, activation=nn.GELU):
+        super().__init__()
+        self.up, self.activation, self.down = nn.Linear(4, width), activation(), nn.Linear(width, 4)
+
+    def forward(self, x, whole=False):
+        hidden = self.activation(self.up(x))
+        return self.down(hidden.softmax(-1) if whole else hidden)
+
+
+PLANS = {}  # a simulated rank finds them made: torch 2.11 cannot record a model in a thread
+
+
+def _plan(hint=None):
+    if hint not in PLANS:  # functools.cache would be emptied by the recording
+        PLANS[hint] = tp_ext.auto.plan(_Block(), (ones(2, 4),), 3, hints={"up": hint} if hint else None)
+    return PLANS[hint]
+
+
+def _applied(group, hint=None, model=None):
+    return tp_ext.auto.apply(_plan(hint), model or _Block(), group)
+
+
+def _later(group, *args, **keywords):
+    model = _applied(group)
+    model(ones(2, 4))
+    model(*args, **keywords)
 
 
 X = P("x")
@@ -135,12 +165,30 @@ ALONE = {  # the call, of the group and whether the data of this rank are bad; t
         lambda g, bad: _run(g, bad, "pp"),
         r"inputs\[0\]: shape \(2, 4\) must",
     ),
+    "a width of a later call": (
+        lambda g, bad: _later(g, ones(2, 4 + bad)),
+        "the plan's example shows no call with arguments of these kinds and lengths",
+    ),
+    "a dtype of a later call": (
+        lambda g, bad: _later(g, ones(2, 4).to(torch.float64 if bad else torch.float32)),
+        "x: dtype Double must be that of weight",
+    ),
+    "a flag of a later call": (
+        lambda g, bad: _later(g, ones(2, 4), whole=bad),
+        "shows no call with arguments of these kinds.* up.weight cannot be sharded then",
+    ),
+    "a keyword of a later call": (
+        lambda g, bad: _later(g, ones(2, 4), **({"more": 1} if bad else {})),
+        "forward fails on fake tensors like it",
+    ),
+    **rows_of_layers.ALONE,
 }
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_what_one_rank_alone_sees(name):
     """Other ranks meet it where they wait, or at their next collective."""
+    _plan()
     call, message = ALONE[name]
     errors = {}
 
@@ -203,28 +251,6 @@ def _norm(group, bad):
     tp_ext.clip_grad_norm_(mlp, 1.0, error_if_nonfinite=True)
 
 
-class _Block(nn.Module):
-    def __init__(self, width=8, activation=nn.GELU):
-        super().__init__()
-        self.up, self.activation, self.down = nn.Linear(4, width), activation(), nn.Linear(width, 4)
-
-    def forward(self, x):
-        return self.down(self.activation(self.up(x)))
-
-
-PLANS = {}  # a simulated rank finds them made: torch 2.11 cannot record a model in a thread
-
-
-def _plan(hint=None):
-    if hint not in PLANS:  # functools.cache would be emptied by the recording
-        PLANS[hint] = tp_ext.auto.plan(_Block(), (ones(2, 4),), 3, hints={"up": hint} if hint else None)
-    return PLANS[hint]
-
-
-def _applied(group, hint=None, model=None):
-    tp_ext.auto.apply(_plan(hint), model or _Block(), group)
-
-
 def _pretrained(group, bad):
     from_pretrained = pytest.importorskip("tp_ext.huggingface").from_pretrained
     from_pretrained(f"/nowhere/{'y' if bad else 'x'}", group=group)
@@ -276,6 +302,8 @@ AGREED = {  # the call; the message on the rank, and on the others, if it is ano
         lambda g, bad: tp_ext.debug.check(_column(g, bias=not bad, device="meta"), group=g),
         "model",
     ),
+    **rows_of_models.AGREED,
+    **rows_of_files.AGREED,
 }
 
 
