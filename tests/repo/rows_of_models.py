@@ -10,8 +10,11 @@ from torch import nn, ones
 import tp_ext
 from tests.helpers import torchrun
 from tp_ext import refit
+from tp_ext.group import NOT_GIVEN
 from tp_ext.low_precision import Float8, compress_gradients, float8, quantize_
+from tp_ext.mesh import mesh_axes
 from tp_ext.parallel import ElasticData
+from tp_ext.parallel.step_inputs import on_all_data_ranks
 
 
 def block(group, width=6, dtype=torch.float32, **options):
@@ -116,13 +119,13 @@ def _refitted(bad_target):
     return call
 
 
-def _refit_later(change):
+def _refit_later(change, is_read=True):
     def call(group, bad):
         source, target = block(group), block(group)
         plan = refit.plan(source, target, process_group=group)
         if bad:
             change(target, source)
-        with unchanged(target):
+        with unchanged(*[target] * is_read):
             plan.run()
 
     return call
@@ -134,6 +137,15 @@ def _replaced(target, source):
 
 def _source_replaced(target, source):
     source[0].weight = nn.Parameter(torch.zeros_like(source[0].weight))
+
+
+def _unreadable(target, source):
+    target[0]._parameters = None
+
+
+def _raising_batch(group, bad):
+    data = mesh_axes(NOT_GIVEN, tp_ext.init_mesh("cpu", dp=group.size())).data
+    on_all_data_ranks(lambda: [0][bad], data, torch.device("cpu"))
 
 
 def _elastic(group, bad, **options):
@@ -289,6 +301,8 @@ AGREED = {
         _refit_later(_replaced),
         "target: '0.weight' must be the parameter for which the plan was made",
     ),
+    "an unreadable target of a refit": (_refit_later(_unreadable, is_read=False), "has no attribute 'items'"),
+    "an error of a batch": (_raising_batch, "list index out of range.* on data rank 1"),
     "an option of a replica": (
         lambda g, bad: _elastic(g, bad, timeout=5.0 + bad),
         "replica, timeout, min_replicas: must be the same",

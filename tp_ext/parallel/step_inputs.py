@@ -29,7 +29,7 @@ def on_all_data_ranks(act: Callable[[], T], data: DataAxes, device: torch.device
     failure: Exception | None = None
     try:
         result.append(act())
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of any kind, as of a user's object: the other ranks must not wait for this one
         failure = error
     if axes:
         with torch.cuda.stream(_agreements(device)) if device.type == "cuda" else nullcontext():

@@ -204,7 +204,7 @@ class RefitPlan:
         try:
             # Kept, not raised: the others would wait for this rank in the first collective
             self._contents = source, target = self._read(again=True)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # of any kind: what a model's own code raises, too
             problem = error
         if check:
             self._check_replicas(source, problem)
