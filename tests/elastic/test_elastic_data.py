@@ -145,5 +145,5 @@ def _refused(group, change):
         ({"min_replicas": 0}, ValueError, "min_replicas: 0 must be an integer of at least 1"),
     ],
 )
-def test_errors_come_before_any_collective(change, error, match):
-    ranks.run_raises(_refused, 2, error, match, change)
+def test_wrong_arguments_are_refused(change, error, match):
+    ranks.run_raises(_refused, 2, error, match, change, in_turns="group" in change)
