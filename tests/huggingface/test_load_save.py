@@ -293,6 +293,15 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     run_raises(_load_on_one_rank_only, 2, FileNotFoundError, "config.json", path, in_turns=False)
 
 
+def _load_on_one_rank_by_itself(group, path):
+    if group.rank() == 0:
+        assert huggingface.from_pretrained(path, group=None).tp_ext_plan.p == 1
+
+
+def test_one_rank_of_a_job_loads_a_model_of_one_process(tmp_path):
+    ranks.run(_load_on_one_rank_by_itself, 2, _folder(tmp_path / "model"))
+
+
 def test_tied_tensors_must_be_equal(tmp_path):
     path = _folder(tmp_path / "model", tie_word_embeddings=True)
     _changed(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import ones
 
 import tp_ext
@@ -150,7 +150,15 @@ def _write_checkpoint(path):
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
-def _pretrained(damage):
+def _without_a_tensor(path):
+    tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for file in path.glob("model*"):
+        file.unlink()
+    del tensors["model.norm.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _pretrained(damage, **options):
     """A folder of transformers, damaged for the rank."""
 
     def call(group, bad):
@@ -161,7 +169,7 @@ def _pretrained(damage):
             build("llama")[0].save_pretrained(path, max_shard_size="60KB")
 
         with _files(group, bad, make, damage) as path:
-            from_pretrained(path, group=group)
+            from_pretrained(path, group=group, **options)
 
     return call
 
@@ -237,5 +245,9 @@ AGREED = {
     "a checkpoint": (_loads(tp_ext.load_checkpoint, _write_checkpoint, _without(".metadata")), "must be a checkpoint"),
     "a pretrained model without a file": (_pretrained(_without("model-00001*")), "No such file"),
     "a damaged pretrained model": (_pretrained(_cut("model-00001*")), "must be a whole safetensors file"),
+    "a pretrained model without a tensor": (
+        _pretrained(_without_a_tensor, strict=False),
+        r"path: .* same tensors; those of rank 0 lack \[\], of rank 1 \['model.norm.weight'\]",
+    ),
     "another configuration": (_pretrained(_other_config), "has shape .* must have"),
 }

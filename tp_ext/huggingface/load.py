@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from tp_ext import auto
 from tp_ext._checks import check_bool, check_path
@@ -46,6 +46,8 @@ from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.model.census import census
 from tp_ext.model.fqn import Entry
+
+T = TypeVar("T")
 
 BATCH = 3  # of the example: no factor of a dim of usual models; so are the numbers of tokens
 TOKEN_NUMBERS = (5, 7, 11, 13, 17, 19, 23, 29, 37, 67, 131, 257, 521)
@@ -130,20 +132,22 @@ def from_pretrained(
 
         def prepare() -> list[str]:
             made.append(_prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states))
-            return _order(*made[0][2:], quantize is not None)
+            return sorted(made[0][3].values)
 
         # Ranks may read folders of their own disks
-        for rank, order in enumerate(orders := call_and_gather(ranks, prepare)):
-            if order != orders[0]:
+        for rank, lacking in enumerate(of_ranks := _gathered(ranks, prepare)):
+            if lacking != of_ranks[0]:
                 raise ValueError(
-                    f"path: the files of rank {rank} must have the tensors of those of rank 0, in this order"
+                    f"path: the files of all ranks must have the same tensors; those of rank 0 lack {of_ranks[0]}, of "
+                    f"rank {rank} {lacking}"
                 )
         model, files, groups, left = made[0]
-        plan = call_on_all_ranks(
-            ranks, lambda: _plan(model, example, parallel.size, hints, sequence_parallel, invariant_blocks)
-        )
-        auto.apply(plan, model, parallel.name or None, invariant_blocks=invariant_blocks)
-        forms = call_on_all_ranks(ranks, lambda: forms_of(model, quantize, block)) if quantize else {}
+
+        def plan_it() -> auto.Plan:
+            return _plan(model, example, parallel.size, hints, sequence_parallel, invariant_blocks)
+
+        auto.apply(_on_all(ranks, plan_it), model, parallel.name or None, invariant_blocks=invariant_blocks)
+        forms = _on_all(ranks, lambda: forms_of(model, quantize, block)) if quantize else {}
         later = {id(layer.weight) for layer in forms}
         allocate(model, where, later)
         known = census(model)
@@ -157,12 +161,21 @@ def from_pretrained(
                 if id(entry.value) in later:  # on all ranks, whose files have the same tensors
                     raise ValueError(f"quantize: no file has {name!r}, a weight to be quantised")
                 write_full(value, entry.value, entry.layout)
-        call_on_all_ranks(ranks, lambda: _read(model, entries, files, groups, Quantised(forms, where)))
+        _on_all(ranks, lambda: _read(model, entries, files, groups, Quantised(forms, where)))
     if parallel.size > 1:
         replace_methods(model)
     if parallel.rank == 0:
         _warn(model, path, left)
     return model.eval()
+
+
+def _gathered(ranks: ProcessGroup | None, act: Callable[[], T]) -> list[T]:
+    """Returns :func:`call_and_gather`; without a group, what this process computes: others may not load a model."""
+    return [act()] if ranks is None else call_and_gather(ranks, act)
+
+
+def _on_all(ranks: ProcessGroup | None, act: Callable[[], T]) -> T:
+    return act() if ranks is None else call_on_all_ranks(ranks, act)
 
 
 def _check_arguments(path: Any, group: Any, mesh: Any, model_class: Any, dtype: Any, device: Any) -> None:
@@ -250,13 +263,6 @@ def _prepared(
     model._weight_conversions = conversions
     load_generation_config(model, path)
     return model, files, groups, left
-
-
-def _order(groups: list[TensorGroup], left: SimpleNamespace, is_met: bool) -> list[str]:
-    """Returns the names of the tensors, if ranks meet as they read in the order of reading, and of those that no file
-    has."""
-    names = [name for group in groups for name in group.targets]
-    return (names if is_met else sorted(names)) + sorted(left.values)
 
 
 def _plan(
