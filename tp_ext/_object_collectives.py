@@ -259,8 +259,8 @@ def raise_first(failure: Exception | None, axes: AxisGroups) -> None:
     Communicates: one exchange of objects along every axis.
     """
     failures = all_gather_along([None if failure is None else as_builtin_error(failure)], axes)
-    if errors := [error for error in failures if error is not None]:
-        raise _error_to_raise(errors) from failure
+    if raised := [error for error in failures if error is not None]:
+        raise _error_to_raise(raised) from failure
 
 
 def raise_on_all_ranks(failure: Exception | None, axes: AxisGroups, device: torch.device) -> None:

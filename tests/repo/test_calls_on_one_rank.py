@@ -145,7 +145,10 @@ WITHOUT = {
         ),
         "communicates nothing itself",
     ),
-    **dict.fromkeys(("symmetric_memory.algorithm", "debug.CollectiveCount", "symmetric_memory.Enabled"), "only tells"),
+    **dict.fromkeys(
+        ("symmetric_memory.algorithm", "debug.CollectiveCount", "symmetric_memory.Enabled"),
+        "describes something, without a collective",
+    ),
     "Dropout": "as dropout",
     "VocabParallelCrossEntropy": "as vocab_parallel_cross_entropy",
     "VocabParallelEmbedding.from_embedding": "as VocabParallelEmbedding",
