@@ -33,8 +33,8 @@ from tp_ext.invariance import refuse_call
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import Names
 from tp_ext.mesh_program.permutation import Pairs, check_permutation, exchanged, permuted
-from tp_ext.mesh_program.scope import checked, groups_of, note_uneven
-from tp_ext.mesh_program.varying import as_varying, axes_of, plain, refuse_write, typed
+from tp_ext.mesh_program.scope import checked, groups_of, made_uneven, note_uneven
+from tp_ext.mesh_program.varying import as_varying, axes_of, lengths_of, plain, refuse_write, typed
 
 __all__ = [
     "all_gather",
@@ -293,9 +293,16 @@ def _at_once(
     groups = {name: group.name for name, group in groups_of(axis, function).items()}
     x = as_varying(x, groups) if checked() else x
     axes = {name: group for name, group in axes_of(x).items() if varies or name not in groups}
+    before = made_uneven()
     with torch._C.DisableTorchFunctionSubclass():
         y = collective(plain(x) if checked() else x)
-    return typed(y, axes) if checked() else y
+    lengths = lengths_of([x])
+    if made_uneven():
+        lengths = lengths or f"uneven slices of {function}"
+        before = True
+    if before:
+        note_uneven((0, 1))
+    return typed(y, axes, lengths) if checked() else y
 
 
 def _dim(x: Tensor, dim: int, function: str, name: str = "dim") -> int:

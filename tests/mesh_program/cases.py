@@ -1,6 +1,8 @@
 """Families of programs on a mesh, a table each, for test_families.py: every member, not an example."""
 
+import io
 import operator
+import pickle
 from typing import NamedTuple
 
 import torch
@@ -81,6 +83,89 @@ READS = {
     "index": lambda a: [1, 2][a[0, 0].long() * 0],
     "in": lambda a: 3.0 in a,
     "dlpack": torch.from_dlpack,
+    "storage": lambda a: a.storage(),
+    "untyped_storage": lambda a: bytes(a.untyped_storage()),
+    "set_": lambda a: torch.zeros(3).set_(a),
+    "set_ of a storage": lambda a: torch.zeros(3).set_(a.untyped_storage()),
+    "apply_": lambda a: a.apply_(lambda value: value),
+    "map_": lambda a: a.map_(a, lambda value, _: value),
+    "is_set_to": lambda a: a.is_set_to(torch.zeros(3)),
+    "pickle": pickle.dumps,
+    "save": lambda a: torch.save(a, io.BytesIO()),
+    "range": lambda a: range(a[0, 0].long()),
+    "max": lambda a: max(a.flatten()),
+    "nested": lambda a: torch.nested.nested_tensor([a, a]),
+    "jagged": lambda a: torch.nested.nested_tensor([a, a[:2]], layout=torch.jagged),
+    "as_nested": lambda a: torch.nested.as_nested_tensor([a, a[:2]]),
+    "sparse": lambda a: a.to_sparse(),
+    "csr": lambda a: a.to_sparse_csr(),
+    "coo": lambda a: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), a[0, :2]),
+}
+# Values whose lengths depend on values of a [4, 3]: they may be computed with, and no length of them can be read
+LENGTHS = {
+    "mask": lambda a: a[a > 4],
+    "mask of rows": lambda a: a[a[:, 0] > 4, 1:],
+    "mask of u": lambda a: torch.ones(4, 3)[a > 4],
+    "bytes": lambda a: a[(a > 4).byte()],
+    "nonzero": lambda a: a.nonzero(),
+    "nonzero tuple": lambda a: torch.nonzero(a > 4, as_tuple=True)[0],
+    "aten": lambda a: torch.ops.aten.nonzero(a),
+    "overload": lambda a: torch.ops.aten.nonzero.default(a),
+    "argwhere": lambda a: (a > 4).argwhere(),
+    "where": lambda a: torch.where(a > 4)[0],
+    "masked_select": lambda a: torch.ones(4, 3).masked_select(a > 4),
+    "unique": lambda a: a.unique(),
+    "unique counts": lambda a: torch.unique(a, return_counts=True)[1],
+    "unique dim": lambda a: torch.unique(a, dim=0),
+    "unique_consecutive": lambda a: torch.unique_consecutive(a),
+    "repeat_interleave": lambda a: torch.ones(4).repeat_interleave(a[:, 0].long()),
+    "repeat_interleave alone": lambda a: torch.repeat_interleave(a[:, 0].long()),
+    "bincount": lambda a: a.flatten().long().bincount(),
+    "one_hot": lambda a: F.one_hot(a.long()),
+    "lstsq": lambda a: torch.linalg.lstsq(a, a)[0],
+    "arange": lambda a: torch.arange(a[0, 1].long()),
+    "zeros": lambda a: torch.zeros(a[0, 1].long()),
+    "narrow": lambda a: torch.ones(30).narrow(0, 0, a[0, 1].long()),
+    "expand": lambda a: torch.ones(1).expand(a[0, 1].long()),
+    "a result of one": lambda a: (a[a > 4] * 2).sin() + 1,
+    "in place": lambda a: a[a > 4].mul_(2),
+    "a view of one": lambda a: a[a > 4][:, None].T,
+    "two": lambda a: torch.cat([torch.ones(1), a[a > 4]]),
+    "psum over another axis": lambda a: lax.psum(lax.pvary(a[a > 4], "y"), "y"),
+    "uneven slices": lambda a: lax.psum_scatter(torch.ones(3), "x") + 0 * a[0, 0],
+}
+LENGTH_READS = {
+    "shape": lambda a: a.shape[0],
+    "size": lambda a: a.size(0),
+    "len": len,
+    "numel": lambda a: a.numel(),
+    "torch.numel": torch.numel,
+    "nelement": lambda a: a.nelement(),
+    "nbytes": lambda a: a.nbytes,
+    "stride": lambda a: a.stride(),
+    "is_same_size": lambda a: a.is_same_size(torch.ones(3)),
+    "iter": lambda a: [0 for _ in a],
+    "unbind": lambda a: a.unbind(0),
+    "split": lambda a: a.split(1),
+    "torch.split": lambda a: torch.split(a, 2),
+    "chunk": lambda a: a.chunk(100),
+}
+# where lengths do not depend on values that vary, they can be read, as those of ``u`` and ``a``
+FIXED_LENGTHS = {
+    "a": lambda a: a,
+    "an index": lambda a: a[torch.tensor([0, 1])],
+    "an index that varies": lambda a: torch.ones(30)[a.long()],
+    "a mask of u": lambda a: a[torch.ones(4, 3) > 0],
+    "where of three": lambda a: torch.where(a > 4, a, 0.0),
+    "nonzero of u": lambda a: torch.ones(4, 3).nonzero(),
+    "repeat_interleave": lambda a: a.repeat_interleave(2, 0),
+    "repeat_interleave of u": lambda a: a.repeat_interleave(torch.tensor([1, 2, 1, 1]), 0),
+    "output_size": lambda a: torch.ones(4).repeat_interleave(a[:, 0].long() * 0 + 1, output_size=4),
+    "one_hot": lambda a: F.one_hot(a.long(), 40),
+    "nonzero_static": lambda a: a.nonzero_static(size=5),
+    "index of the rank": lambda a: a + lax.axis_index("x"),
+    "gathered mask": lambda a: lax.psum(a, "x")[lax.psum(a, "x") > 4],
+    "max": lambda a: a.max(0).values,
 }
 # values that vary where torch asks no type of them, and those that compiled functions make: the result varies
 FOLLOWED = {

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from tp_ext._checks import check_bool
 from tp_ext.group import ParallelGroup, parallel_group, process_group
 from tp_ext.mesh_program import regions
+from tp_ext.mesh_program.escapes import VaryingValueError
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.scope import made_uneven, scope_of
-from tp_ext.mesh_program.varying import VaryingValueError, as_varying, axes_of, plain, typed, types_in_force
+from tp_ext.mesh_program.varying import as_varying, axes_of, lengths_of, plain, typed, types_in_force
 
 Specs = Any
 """A :class:`P` for a tensor, or for all tensors of a nested structure; or a structure of them, one level at a time."""
@@ -198,9 +199,13 @@ class _ArgumentMap(_Map):
 
     def tensor(self, value: Tensor, spec: P, where: str) -> Any:
         self.check_dims(value, spec, where)
+        before, self.uneven, lengths = self.uneven, False, lengths_of([value])
         if isinstance(value, DTensor):
             # Its backward redistributes the gradient, so no region is needed
-            value = value.redistribute(self.mesh, self.placements(spec, where)).to_local()
+            placements = self.placements(spec, where)
+            sharded = zip(placements, self.groups.values(), strict=True)
+            self.uneven = any(isinstance(p, Shard) and value.shape[p.dim] % group.size for p, group in sharded)
+            value = value.redistribute(self.mesh, placements).to_local()
             outer: dict[str, str] = {}
         elif spec.form == "dtensor":
             raise TypeError(f"{where}: a {type(value).__name__} must be a DTensor, by {spec}")
@@ -210,7 +215,10 @@ class _ArgumentMap(_Map):
             value = plain(value) if self.check else value
             if spec.form == "full":
                 value = self._shard(value, spec)
-        return typed(value, {**outer, **self.axes(spec)}) if self.check else value
+        if self.uneven:
+            lengths = f"uneven shards of {where}"
+        self.uneven = self.uneven or before
+        return typed(value, {**outer, **self.axes(spec)}, lengths) if self.check else value
 
     def _shard(self, value: Tensor, spec: P) -> Tensor:
         for dim, axes in enumerate(spec.dims):
@@ -281,7 +289,8 @@ class _ResultMap(_Map):
                 )
             return
         # A dtype as a number that is the same in all processes, unlike hash()
-        shapes = [(zlib.crc32(str(value.dtype).encode()), value.dim(), *value.shape) for value, _, _ in self.joined]
+        values = [plain(value) for value, _, _ in self.joined]  # whose lengths can be read
+        shapes = [(zlib.crc32(str(value.dtype).encode()), value.dim(), *value.shape) for value in values]
         lines = [(failure is not None, len(shapes)), *shapes]
         lines += [()] * (-len(lines) % _LINES)  # a rank with other results must exchange as much
         width = max(_WIDTH, *(len(line) for line in lines))  # the same on ranks with another number of dims
@@ -311,9 +320,11 @@ class _ResultMap(_Map):
 
     def tensor(self, value: Tensor, spec: P, where: str) -> Any:
         outer: dict[str, str] = {}
+        found = ""
         if self.check:
             # Along the axes of maps around this one the result still varies
             outer = {name: group for name, group in axes_of(value).items() if name not in self.groups}
+            found = lengths_of([value])
             value = plain(value)
         lengths = None
         if self.lengths and spec.form != "local" and any(self.groups[axis].size > 1 for axis in spec.axes):
@@ -322,7 +333,7 @@ class _ResultMap(_Map):
             return self._dtensor(value, spec, where, lengths or {})
         if spec.form == "full":
             value = self._join(value, spec, lengths or {})
-        return typed(value, outer)
+        return typed(value, outer, found)
 
     def _join(self, value: Tensor, spec: P, lengths: Mapping[str, list[int]]) -> Tensor:
         for dim, axes in enumerate(spec.dims):

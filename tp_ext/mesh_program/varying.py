@@ -23,12 +23,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tp_ext.mesh_program import regions
+from tp_ext.mesh_program.escapes import (
+    NumbersRead,
+    VaryingValueError,
+    finds_lengths,
+    is_number,
+    listed,
+    name_of,
+    refuse_read,
+    refuse_result,
+    shown,
+)
 
 Axes = Mapping[str, str]
 """Name of an axis -> its group, as operators take it."""
 
-_READS_NUMBERS = {"item", "tolist", "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose"}
-_READS_NUMBERS |= {"__dlpack__", "__bool__", "__int__", "__float__", "__index__", "__complex__"}
 _OPERATORS = (  # torch.compile does not follow those on the left, which are in Python
     (Tensor.__rsub__, torch.rsub),
     (Tensor.__rdiv__, lambda a, b: a.reciprocal() * b),
@@ -44,6 +53,7 @@ _OPERATORS = (  # torch.compile does not follow those on the left, which are in 
 )
 
 _WRAPPING = {eager_transforms: ("_wrap_for_grad", "_unwrap_for_grad"), vmap: ("_add_batch_dim", "_remove_batch_dim")}
+_TEXT = {"__repr__", "__str__", "__format__"}
 _DUNDERS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
 _DUNDERS |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__set__"}
 _BASE = torch._C.TensorBase.__dict__["_base"].__get__
@@ -57,55 +67,63 @@ _STATISTICS = (  # and the place of running_mean and running_var; then 5 says wh
 )
 
 
-class VaryingValueError(RuntimeError):
-    """An error of a program on a mesh: a value that varies along an axis stands where it must be the same."""
-
-
 class Varying(Tensor):
     """A tensor that may differ between the ranks of some axes. Its subclasses name them; see :func:`varying_type`."""
 
     axes: ClassVar[dict[str, str]] = {}
+    line = ""  # file and line that computed it
+    lengths = ""  # the operator that found its lengths from values that vary, and its line
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         if func == _BASE:
             return _without_types(func, args, kwargs)  # a typed one is a view of it, with a base again: Dynamo asks on
         # Inputs of a derivative meet in no operator, so they need no common axes
-        if name in _DERIVATIVES:
-            return _DERIVATIVES[name](func, args, kwargs)
+        if (derivative := _DERIVATIVES.get(getattr(func, "__name__", ""))) is not None:
+            return derivative(func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         axes: dict[str, str] = {}
         for leaf in leaves:
             if isinstance(leaf, Varying):
                 axes = {**axes, **type(leaf).axes}
-        if name in _READS_NUMBERS or (name == "__format__" and args[1]):
-            raise VaryingValueError(
-                f"{name}: the value varies along {_listed(axes)}, and a Python number would count as the same on all "
-                "ranks; psum or all_gather it first, or use spmd(check=False)"
-            )
+        if name in _TEXT and not (name == "__format__" and args[1]):
+            return _without_types(shown, (args[0], axes), {})
+        lengths = lengths_of(leaves)
+        refuse_read("item" if name == "__format__" else name, args, axes, lengths)
         refuse_write(func, args, kwargs, axes)
-        # They are replaced by varying views, through which an operator could write them unseen
-        less = [leaf for leaf in leaves if isinstance(leaf, Tensor) and axes_of(leaf).keys() != axes.keys()]
-        unwritten = Unwritten(less) if less else None
+        with torch._C.DisableTorchFunctionSubclass():
+            numbers = _reader(name, leaves)
+            if finds_lengths(name, args, kwargs, lambda x: isinstance(x, Varying)):
+                lengths = _found_lengths(name, axes)
+            # They are replaced by varying views, through which an operator could write them unseen
+            less = [leaf for leaf in leaves if isinstance(leaf, Tensor) and axes_of(leaf).keys() != axes.keys()]
+            unwritten = Unwritten(less) if less else None
         args, kwargs = tree_unflatten([as_varying(leaf, axes) for leaf in leaves], structure)
         with torch._C.DisableTorchFunctionSubclass():
-            result = _followed(func)(*args, **kwargs)
+            with numbers or contextlib.nullcontext():
+                result = _followed(func)(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                refuse_result(name, result, axes, args, lengths)
             if unwritten is not None:
                 if not unwritten.intact():
                     raise _written_unseen(name, axes)
                 # through a view of it, the next operator would write a value that does not vary
                 result = tree_map(lambda leaf: leaf.clone() if unwritten.seen_through(leaf) else leaf, result)
-        return typed(result, axes) if isinstance(result, Tensor) else tree_map(lambda leaf: typed(leaf, axes), result)
+        if numbers is not None and numbers.seen:
+            lengths = lengths or _found_lengths(name, axes)
+        if isinstance(result, Tensor):
+            return typed(result, axes, lengths)
+        return tree_map(lambda leaf: typed(leaf, axes, lengths), result)
 
     def as_subclass(self, cls: type[Tensor]) -> Any:
         """Refuses to take the axes away; else as ``Tensor.as_subclass``."""
         if not issubclass(cls, Varying) or not cls.axes.keys() >= self.axes.keys():
             raise VaryingValueError(
-                f"as_subclass: {cls.__name__} must vary along {_listed(self.axes)}, as the value does"
+                f"as_subclass: {cls.__name__} must vary along {listed(self.axes)}, as the value does"
             )
         return super().as_subclass(cls)
 
@@ -142,7 +160,7 @@ def refuse_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 def _written_unseen(name: str, axes: Iterable[str]) -> VaryingValueError:
     return VaryingValueError(
-        f"{name}: the tensor that is written does not vary along {_listed(axes)}, and the value does; use the operator "
+        f"{name}: the tensor that is written does not vary along {listed(axes)}, and the value does; use the operator "
         "out of place, or pvary the tensor first"
     )
 
@@ -188,12 +206,15 @@ def plain(value: Tensor) -> Tensor:
         return value.view_as(value)
 
 
-def typed(value: Any, axes: Axes) -> Any:
-    """Returns a tensor as one that varies along these axes and no other; anything else unchanged."""
+def typed(value: Any, axes: Axes, lengths: str = "") -> Any:
+    """Returns a tensor as one that varies along these axes and no other; anything else unchanged. ``lengths``: see
+    :func:`lengths_of`."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, Varying):
         if type(value).axes.keys() == axes.keys():
+            if lengths:
+                value.lengths = lengths
             return value  # itself, as in-place operators return it
         value = plain(value)
     if not axes:
@@ -201,14 +222,39 @@ def typed(value: Any, axes: Axes) -> Any:
     varying = Tensor.as_subclass(value, varying_type(tuple(axes.items())))
     if not torch.compiler.is_compiling():
         varying.line = _line_of_user()
+        if lengths:
+            varying.lengths = lengths
     return varying
+
+
+def lengths_of(values: Iterable[Any]) -> str:
+    """Returns the operator, with its line, that found the lengths of one of these values from others that vary."""
+    if torch.compiler.is_compiling():  # it has no such attributes; nothing has a mark there, see __torch_function__
+        return ""
+    return next((value.lengths for value in values if isinstance(value, Varying) and value.lengths), "")
+
+
+def _found_lengths(name: str, axes: Axes) -> str:
+    if torch.compiler.is_compiling():
+        raise VaryingValueError(
+            f"{name}: lengths that come from values that vary along {listed(axes)} are not followed under "
+            "torch.compile; leave it out of what is compiled"
+        )
+    return f"{name} of {_line_of_user()}"
+
+
+def _reader(name: str, leaves: Iterable[Any]) -> NumbersRead | None:
+    """Returns what sees an operator that takes a length from a tensor, if one of the leaves may be a length."""
+    if torch.compiler.is_compiling() or name == "__getitem__":
+        return None
+    return NumbersRead() if any(isinstance(leaf, Varying) and is_number(leaf) for leaf in leaves) else None
 
 
 def as_varying(value: Any, axes: Axes) -> Any:
     """Returns a tensor as one that varies along these axes, too: the sum of its gradients over them is its gradient."""
     if not isinstance(value, Tensor):
         return value
-    known = axes_of(value)
+    known, lengths = axes_of(value), lengths_of([value])
     missing = {axis: group for axis, group in axes.items() if axis not in known}
     if not missing:
         return value
@@ -217,7 +263,7 @@ def as_varying(value: Any, axes: Axes) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             for group in missing.values():
                 value = regions.copy_to(value, group)
-    return typed(plain(value), {**known, **missing})
+    return typed(plain(value), {**known, **missing}, lengths)
 
 
 def _line_of_user() -> str:
@@ -226,10 +272,6 @@ def _line_of_user() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tp_ext"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _listed(axes: Iterable[str]) -> str:
-    return ", ".join(map(repr, axes))
 
 
 @contextlib.contextmanager
@@ -245,21 +287,51 @@ def types_in_force(check: bool) -> Iterator[None]:
         return
     for module, names in _WRAPPING.items():
         for name in names:
-            function = getattr(module, name)
-            # Once in a process: for other tensors nothing changes
-            if not hasattr(function, "keeps_type"):
-                setattr(module, name, _keeping_type(function))
+            _replace(module, name, _keeping_type)
+    _replace(Tensor, "set_", _refusing_source)
+    for name in torch.nested.__all__:
+        _replace(torch.nested, name, _refusing_varying)
     with FollowAll():
         yield
 
 
+def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a function of torch that asks no type, once in a process: for other tensors nothing changes."""
+    function = getattr(owner, name)
+    if not hasattr(function, "asks_type"):
+        function = functools.wraps(function)(wrapped(function))
+        function.asks_type = True  # type: ignore[attr-defined]
+        setattr(owner, name, function)
+
+
+def _refusing_source(function: Callable[..., Any]) -> Callable[..., Any]:
+    def set_(self: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(source, Varying):
+            axes = axes_of(source)
+            refuse_write(function, (self, source), {}, axes)
+        return function(self, *(() if source is None else (source,)), *args, **kwargs)
+
+    return set_
+
+
+def _refusing_varying(function: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if axes := axes_of(leaf):
+                raise VaryingValueError(
+                    f"{function.__name__}: a tensor that varies along {listed(axes)} must be strided, not nested; "
+                    "pad it, or use spmd(check=False)"
+                )
+        return function(*args, **kwargs)
+
+    return refusing
+
+
 def _keeping_type(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
     def keeping(x: Any, *args: Any) -> Any:
         y = function(x, *args)
         return Tensor.as_subclass(y, type(x)) if isinstance(x, Varying) else y
 
-    keeping.keeps_type = True  # type: ignore[attr-defined]
     return keeping
 
 
