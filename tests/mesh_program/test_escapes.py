@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tp_ext
+from tests.helpers import simulated
 from tests.mesh_program.cases import FIXED_LENGTHS, LENGTH_READS, LENGTHS
 from tests.mesh_program.test_families import _arguments
 from tp_ext import P, lax
@@ -212,3 +213,43 @@ def test_no_attribute_of_a_tensor_gives_python_what_differs_between_ranks(masked
     simulate(run, {"x": 2})
     assert len(read[0]) > 2000
     assert [key for key in read[0] if read[0][key] != read[1][key]] == []
+
+
+def _by_keywords(group):
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("x",))
+    x, w = torch.arange(8.0).view(4, 2), torch.arange(6.0).view(2, 3).requires_grad_()
+
+    def product(a, b, scale=1.0, *, bias=None):
+        y = a @ b * scale
+        return y if bias is None else y + bias
+
+    def over(*specs):
+        return tp_ext.spmd(mesh, in_specs=specs, out_specs=P("x"))(product)
+
+    two, three = over(P("x"), P()), over(P("x"), P(), None)
+    for y in two(x, b=w), two(a=x, b=w), two(b=w, a=x), two(x, w, bias=0.0), three(b=w, scale=1.0, a=x):
+        torch.testing.assert_close(y, x @ w)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), w)[0], torch.autograd.grad((x @ w).sum(), w)[0])
+    skipped = tp_ext.spmd(mesh, in_specs=(P("x"), None, P()), out_specs=P("x"))(lambda a, flag=True, b=None: a @ b)
+    assert torch.equal(skipped(x, b=w), x @ w)
+    only = tp_ext.spmd(mesh, in_specs=P("x"), out_specs=P("x"))(lambda a, *, b: a + b)
+    assert torch.equal(only(x, b=x), 2 * x)
+    rest = tp_ext.spmd(mesh, in_specs=(P("x"), P("x"), P("x")), out_specs=P("x"))(lambda *t, scale=1: sum(t) * scale)
+    assert torch.equal(rest(x, x, x, scale=2), 6 * x)
+    for call, error, message in (
+        (lambda: two(x, w, bias=w), TypeError, "the keyword argument 'bias' has tensors and must have a place"),
+        (lambda: two(x, w, other=w), TypeError, "unexpected keyword argument 'other'"),
+        (lambda: two(x, a=x, b=w), TypeError, "multiple values for argument 'a'"),
+        (lambda: two(x, w, scale=2.0), ValueError, "in_specs: 2 specs must be as many as the values, 3"),
+        (
+            lambda: tp_ext.spmd(mesh, in_specs=P("x"), out_specs=P("x"))(torch.sin)(input=x),
+            TypeError,
+            r"spmd: sin has no signature, so \['input'\] must be positional arguments",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_arguments_by_keywords():
+    simulated.run(_by_keywords, 2)

@@ -17,6 +17,7 @@ from tp_ext._checks import check_bool
 from tp_ext.group import ParallelGroup, parallel_group, process_group
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.escapes import VaryingValueError
+from tp_ext.mesh_program.keywords import by_position
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.scope import made_uneven, scope_of
 from tp_ext.mesh_program.varying import as_varying, axes_of, lengths_of, plain, typed, types_in_force
@@ -49,8 +50,9 @@ def spmd(
 
     Args:
         mesh: its axes have names. In a map inside of a map, a slice with other axes.
-        in_specs: a :class:`tp_ext.P` for all positional arguments, or a tuple with an entry for each. Arguments that
-            are no tensors are passed as they are.
+        in_specs: a :class:`tp_ext.P` for all arguments, or a tuple with an entry for each, in the order of the
+            parameters: a call may name them. Keyword-only ones take tensors by the former alone. Arguments that are no
+            tensors are passed as they are.
         out_specs: likewise, for the result or a tuple of results.
         check: False: tensors inside are plain, and the caller is responsible for :func:`tp_ext.lax.pvary` and for
             results that are the same on all ranks of axes that their spec does not name.
@@ -85,12 +87,15 @@ def spmd(
             raise TypeError(f"spmd: {type(function).__name__} must be a function")
 
         @functools.wraps(function)
-        def mapped(*args: Any) -> Any:
+        def mapped(*args: Any, **keywords: Any) -> Any:
+            if keywords:
+                args, keywords = by_position(function, args, keywords, one_spec=isinstance(in_specs, P))
             made_uneven()  # what another map has made
             enter = _ArgumentMap(mesh, groups, check)
             local = _map_tensors(enter.tensor, args, in_specs, "in_specs")
+            named = _map_tensors(enter.tensor, keywords, in_specs, "in_specs") if isinstance(in_specs, P) else keywords
             with scope_of(groups, check), types_in_force(check):
-                result = function(*local)
+                result = function(*local, **named)
             leave = _ResultMap(mesh, groups, check, enter.uneven or made_uneven())
             failure, values = None, None
             try:
