@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import tp_ext.random as tp_random
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.first_difference import KeptResults, first_difference, kept_run
 from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import Arguments, arguments
@@ -45,7 +46,11 @@ Apply = Callable[[Plan, nn.Module, Any], Any]
 
 
 class DifferentValuesError(Exception):
-    """A tensor of the sharded model that is not that of the unsharded one."""
+    """A tensor of the sharded model that is not that of the unsharded one, with the run that showed it, if both ran."""
+
+    def __init__(self, text: str, run: Run | None = None) -> None:
+        super().__init__(text)
+        self.run = run
 
 
 class UnprovenError(Exception):
@@ -360,10 +365,34 @@ def prove(
         except RuntimeError as error:
             raise DifferentValuesError(str(error)) from error
     for rank, (runs_of_rank, of_rank) in enumerate(ranks):
-        for expected, got in zip(wanted, runs_of_rank, strict=True):
+        for run, expected, got in zip(accepted, wanted, runs_of_rank, strict=True):
             size, name = compare_runs(expected, got, of_rank)
             if not size <= bound:
-                raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}")
+                raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}", run)
+
+
+def first_difference_of(
+    reduced: nn.Module, plan: Plan, whole: Plan, run: Run, dtype: torch.dtype | None, apply: Apply
+) -> str:
+    """Returns a clause with the line of the user's code whose result is the first that differs in a run; "" if none is.
+
+    Args: those of :func:`prove`.
+    """
+
+    def kept(rank: int, group: Any, plan: Plan) -> KeptResults:
+        model = copied_model(reduced)
+        apply(plan, model, group)
+        return kept_run(model, run)
+
+    plan = dataclasses.replace(plan, proofs=[], example=None)
+    with torch.random.fork_rng(devices=[]), _no_garbage():
+        notes = Notes(places_of(reduced))
+        notes.empty_caches()
+        unsharded = simulate(kept, 1, whole)[0]
+        notes.put_back()
+        ranks = simulate(kept, plan.p, plan)
+        notes.put_back()
+    return first_difference(unsharded, ranks, BOUNDS.get(dtype or torch.float32, 5e-2))
 
 
 @contextlib.contextmanager

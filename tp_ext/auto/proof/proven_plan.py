@@ -19,6 +19,7 @@ from tp_ext.auto.proof.prove_values import (
     examples,
     few_tokens,
     filled,
+    first_difference_of,
     held,
     prove,
     shortened,
@@ -162,9 +163,9 @@ class Prover:
         # Each group of weights that are sharded together alone: which of them is wrong
         reasons: dict[str, str] = {}
         for group in self._groups(only):
-            if reason := self._tried({name: only[name] for name in group}):
+            if reason := self._tried({name: only[name] for name in group}, locate=True):
                 reasons.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
-        return reasons or dict.fromkeys(map(kind_of, only), f"values differ: {text}")
+        return reasons or dict.fromkeys(map(kind_of, only), f"values differ: {self._tried(only, locate=True) or text}")
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
         """Groups the kinds of parameters by the decision that shards them; equal layers share a kind."""
@@ -180,9 +181,17 @@ class Prover:
         return [[name for name in only if kind_of(name) in kinds] for kinds in groups]
 
     def _tried(
-        self, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None, plan: Plan | None = None
+        self,
+        only: Mapping[str, int],
+        whole_tokens: Mapping[str, str] | None = None,
+        plan: Plan | None = None,
+        locate: bool = False,
     ) -> str:
-        """Runs the model with these parameters sharded; returns the difference, or "" if there is none."""
+        """Runs the model with these parameters sharded; returns the difference, or "" if there is none.
+
+        Args:
+            locate: whether to name the line of the user's code that makes it, by one more run.
+        """
         if plan is None:
             plan = self.planner_of(self.reduced, self.example, self.p, only, whole_tokens).decide()
         # With nothing sharded both models are the same
@@ -199,12 +208,24 @@ class Prover:
                 prove(running, plan, whole, calls, dtype, self.apply, self.gradients)
                 return ""
             except DifferentValuesError as error:
-                return str(error)
+                return f"{error}{self._line(running, plan, whole, error, dtype) if locate else ''}"
             except UnprovenError as error:
                 # The unsharded model may not run in this type: the next type may prove the plan
                 failed = error
         assert failed is not None
         raise failed
+
+    def _line(
+        self, running: nn.Module, plan: Plan, whole: Plan, error: DifferentValuesError, dtype: torch.dtype | None
+    ) -> str:
+        """Returns ": the result of `x / n` at model.py:31 .." of the difference; "" where no line is known."""
+        if error.run is None:
+            return ""
+        try:
+            clause = first_difference_of(running, plan, whole, error.run, dtype, self.apply)
+        except Exception:  # of the user's code, which other modes disturb: the reason is known without the line
+            return ""
+        return f": {clause}" if clause else ""
 
 
 def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
