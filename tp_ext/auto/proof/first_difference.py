@@ -5,11 +5,11 @@ torch from the user's code is kept, and those of the ranks are put together as s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import linecache
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.prove_values import BOUNDS, Apply, Run, no_garbage
+from tp_ext.auto.record.reachable import Notes
+from tp_ext.auto.record.unchanged import places_of
+from tp_ext.auto.search.plans import Plan
+from tp_ext.simulation import simulate
 
 MOST_ELEMENTS = 1 << 22  # of a result that is looked at
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -38,7 +45,7 @@ class _Key(NamedTuple):
     result: int
 
 
-@dataclass
+@dataclasses.dataclass
 class _Result:
     """The result of a call: its value, the numbers and tensors among the arguments, and the gradient after backward."""
 
@@ -48,7 +55,7 @@ class _Result:
     gradient: Tensor | None = None
 
 
-@dataclass
+@dataclasses.dataclass
 class KeptResults(TorchFunctionMode):
     """Keeps the results of the calls of torch that the code of a model makes.
 
@@ -58,8 +65,8 @@ class KeptResults(TorchFunctionMode):
     """
 
     modules: Mapping[int, str]
-    results: dict[_Key, _Result] = field(default_factory=dict)
-    _counts: dict[tuple[_Place, str], int] = field(default_factory=dict)
+    results: dict[_Key, _Result] = dataclasses.field(default_factory=dict)
+    _counts: dict[tuple[_Place, str], int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -134,7 +141,7 @@ def _source(frame: FrameType) -> str:
     return line.encode()[start:end].decode() or line.strip()
 
 
-def first_difference(whole: KeptResults, ranks: Sequence[KeptResults], bound: float) -> str:
+def _first_difference(whole: KeptResults, ranks: Sequence[KeptResults], bound: float) -> str:
     """Returns a clause about the first call whose results do not fit; "" if there is none.
 
     Args:
@@ -202,7 +209,7 @@ def _among(rows: Tensor, others: Tensor, size: float) -> bool:
     return bool((torch.cdist(rows, others, p=float("inf")).amin(1) <= size).all())
 
 
-def kept_run(model: nn.Module, run: Callable[[nn.Module], Any]) -> KeptResults:
+def _kept_run(model: nn.Module, run: Callable[[nn.Module], Any]) -> KeptResults:
     """Runs a model and returns the results of its calls."""
     kept = KeptResults({id(module): name for name, module in model.named_modules()})
     for module in model.modules():
@@ -210,3 +217,27 @@ def kept_run(model: nn.Module, run: Callable[[nn.Module], Any]) -> KeptResults:
     with kept:
         run(model)
     return kept
+
+
+def first_difference_of(
+    reduced: nn.Module, plan: Plan, whole: Plan, run: Run, dtype: torch.dtype | None, apply: Apply
+) -> str:
+    """Returns a clause with the line of the user's code whose result is the first that differs in a run; "" if none is.
+
+    Args: those of :func:`tp_ext.auto.proof.prove_values.prove`.
+    """
+
+    def kept(rank: int, group: Any, plan: Plan) -> KeptResults:
+        model = copied_model(reduced)
+        apply(plan, model, group)
+        return _kept_run(model, run)
+
+    plan = dataclasses.replace(plan, proofs=[], example=None)
+    with torch.random.fork_rng(devices=[]), no_garbage():
+        notes = Notes(places_of(reduced))
+        notes.empty_caches()
+        unsharded = simulate(kept, 1, whole)[0]
+        notes.put_back()
+        ranks = simulate(kept, plan.p, plan)
+        notes.put_back()
+    return _first_difference(unsharded, ranks, BOUNDS.get(dtype or torch.float32, 5e-2))

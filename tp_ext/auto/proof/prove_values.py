@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 import tp_ext.random as tp_random
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
-from tp_ext.auto.proof.first_difference import KeptResults, first_difference, kept_run
 from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import Arguments, arguments
@@ -352,7 +351,7 @@ def prove(
         apply(plan, model, group)
         return [run(model) for run in accepted], layouts_by_name(model)
 
-    with torch.random.fork_rng(devices=[]), _no_garbage():
+    with torch.random.fork_rng(devices=[]), no_garbage():
         notes = Notes(places_of(reduced))
         notes.empty_caches()
         accepted, wanted = _reference(reduced, whole, calls, apply, gradients)
@@ -371,32 +370,8 @@ def prove(
                 raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}", run)
 
 
-def first_difference_of(
-    reduced: nn.Module, plan: Plan, whole: Plan, run: Run, dtype: torch.dtype | None, apply: Apply
-) -> str:
-    """Returns a clause with the line of the user's code whose result is the first that differs in a run; "" if none is.
-
-    Args: those of :func:`prove`.
-    """
-
-    def kept(rank: int, group: Any, plan: Plan) -> KeptResults:
-        model = copied_model(reduced)
-        apply(plan, model, group)
-        return kept_run(model, run)
-
-    plan = dataclasses.replace(plan, proofs=[], example=None)
-    with torch.random.fork_rng(devices=[]), _no_garbage():
-        notes = Notes(places_of(reduced))
-        notes.empty_caches()
-        unsharded = simulate(kept, 1, whole)[0]
-        notes.put_back()
-        ranks = simulate(kept, plan.p, plan)
-        notes.put_back()
-    return first_difference(unsharded, ranks, BOUNDS.get(dtype or torch.float32, 5e-2))
-
-
 @contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
+def no_garbage() -> Iterator[None]:
     """Fills memory that an operator leaves uninitialised alike in all runs, such as rows after the last group of a
     grouped product."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

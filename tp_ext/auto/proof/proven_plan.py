@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.first_difference import first_difference_of
 from tp_ext.auto.proof.prove_values import (
     MAX_PROVEN_RANKS,
     Apply,
@@ -19,7 +20,6 @@ from tp_ext.auto.proof.prove_values import (
     examples,
     few_tokens,
     filled,
-    first_difference_of,
     held,
     prove,
     shortened,
