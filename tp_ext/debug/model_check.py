@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tp_ext._containers import contents_of, strided_parts
 from tp_ext._object_collectives import all_gather_objects
 from tp_ext.debug.model_rules import foreign_parameters, misplaced, not_finite, not_invariant, option_facts
 from tp_ext.debug.replication import (
@@ -38,7 +39,7 @@ from tp_ext.model.stages import Stages
 from tp_ext.outside.optimizers import find_beyond_elements
 from tp_ext.parallel.ddp_guard import find_mixed_wrappers
 
-BatchTensors = Any  # a tensor, or dicts, lists and tuples of tensors; anything else in it is ignored
+BatchTensors = Any  # what contents_of looks into
 
 EXPLAINED = 8
 """The number of differing tensors whose values are exchanged; the others are only named."""
@@ -114,8 +115,10 @@ def findings(
             shard it; the findings of all stages are returned, names that two stages of ``pp`` have, and declared copies
             (:func:`declare_tied`) that differ. Batches are compared along ``tp`` alone.
         optimizer: an optimizer of the model's parameters.
-        batch: the model's input: a tensor, or dicts, lists and tuples of tensors. Nothing of it is kept between calls,
-            so only the batch given here is compared; :class:`compare_inputs` compares all of them.
+        batch: the model's input: tensors and NumPy arrays, in dicts, lists, tuples, dataclasses, what torch's pytree
+            knows, and attributes of other objects. An object that may hold tensors and cannot be looked into, such as
+            an iterator or a set of them, is a finding. Nothing of it is kept between calls, so only the batch given
+            here is compared; :class:`compare_inputs` compares all ids and targets.
 
     Communicates, over each group: one exchange of some 200 bytes per parameter; a second one, of values, if there are
     differences. If there are several groups, one exchange of the findings over each axis; with ``pp`` one of the names.
@@ -214,11 +217,12 @@ def _findings_over(
     """Returns the findings of one group, ``alone`` those of this rank without communication among them; ``options`` of
     the optimizer must be the same on all ranks."""
     table = compared_tensors(model, group)
-    alone = [*alone, *_wrong_shapes(table), *_no_longer_tied(model, table)]
+    given_batch = contents_of(batch, "batch")
+    alone = [*alone, *_wrong_shapes(table), *_no_longer_tied(model, table), *_not_compared(given_batch.unknown)]
     if not group:
         return alone
     tensors = {key: part for entry in table for key, part in replicated_parts(entry, group)}
-    inputs = dict(_tensors("batch", batch))
+    inputs = {name: part for given in given_batch.tensors.items() for name, part in strided_parts(*given)}
     tensors |= {(name, -1, 0): local_tensor(tensor) for name, tensor in inputs.items()}
     digests = dict(zip(tensors, tensor_digests(tensors.values()), strict=True))
     facts_here = _facts(model, table, _is_sharded_over(model, group)) | dict.fromkeys(inputs, "given") | options
@@ -237,15 +241,11 @@ def _findings_over(
     return sentences + [f"{key[0]}: must be the same on all ranks that hold it" for key in different[EXPLAINED:]]
 
 
-def _tensors(name: str, batch: BatchTensors) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _tensors(f"{name}[{key!r}]", value)
-    elif isinstance(batch, list | tuple):
-        for i, value in enumerate(batch):
-            yield from _tensors(f"{name}[{i}]", value)
+def _not_compared(unknown: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}: a {kind} may hold tensors that cannot be compared; give a dict, list, tuple or dataclass of them"
+        for name, kind in unknown.items()
+    ]
 
 
 def _forgotten(model: Census) -> list[str]:

@@ -1,7 +1,6 @@
 """The run of a model on one rank, and what it has computed: weights, outputs, losses, gradients, inputs and outputs of
 every module."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tp_ext._containers import contents_of, is_cache
 from tp_ext.debug.collective_counts import count_collectives
 from tp_ext.group import parallel_group
 from tp_ext.model.census import census
@@ -240,10 +240,15 @@ def _built(group: Any, task: Task) -> nn.Module:
 
 
 def output_leaves(result: Any) -> list[Any]:
-    """Returns the tensors of a result, with those in dataclasses."""
-    if dataclasses.is_dataclass(result) and not isinstance(result, type | Mapping):
-        result = {entry.name: getattr(result, entry.name) for entry in dataclasses.fields(result)}
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    """Returns the tensors of a result, with those in dataclasses and attributes of objects other than caches.
+
+    Raises:
+        UnfitModelError: the result has an object that may hold tensors and cannot be looked into.
+    """
+    contents = contents_of(result, "the result", is_cache)
+    for name, kind in contents.unknown.items():
+        raise UnfitModelError(f"{name}: a {kind} may hold tensors that cannot be compared; return a tuple of them")
+    return list(contents.tensors.values())
 
 
 def loss_of(result: Any, task: Task, outcome: Outcome) -> tuple[Tensor, bool]:

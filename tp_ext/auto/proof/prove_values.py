@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tp_ext.random as tp_random
+from tp_ext._containers import contents_of, is_cache
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.record.reachable import Notes
@@ -36,9 +36,7 @@ from tp_ext.simulation.rank_state import owned_by_ranks
 
 MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 FEW = 64  # tokens with which the example is run as it is
-KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
-ENUMERATES = re.compile(r"(^|_)(i|n|idx|id|index|layer|number|depth|name)($|_)")  # attributes that number layers
 
 
 Apply = Callable[[Plan, nn.Module, Any], Any]
@@ -71,41 +69,6 @@ class RunResults:
 
 
 # ---------------------------------------------------------------- a smaller model
-
-
-def held(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model."""
-    tensors = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
-    return [t for t in tensors if t is not None]
-
-
-def shortened(model: nn.Module, kept: int | None = KEPT) -> nn.Module:
-    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind; None: all."""
-    copy = copied_model(model, {id(t): t for t in held(model)})
-    for module in list(copy.modules()):
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        seen: dict[str, int] = {}
-        for name, child in list(module._modules.items()):
-            kind = _kind(child) if child is not None else ""
-            seen[kind] = seen.get(kind, 0) + 1
-            if child is not None and kept and seen[kind] > kept and any(True for _ in child.parameters()):
-                del module._modules[name]  # the others keep their names
-    return copy
-
-
-def _kind(layer: nn.Module) -> str:
-    """Classes, shapes and settings of a layer, without the numbers of layers."""
-    rows = []
-    for name, module in layer.named_modules():
-        settings = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and not ENUMERATES.search(key)
-        }
-        shapes = {key: tuple(t.shape) for key, t in module._parameters.items() if t is not None}
-        rows.append((name, type(module).__qualname__, sorted(settings.items()), shapes))
-    return repr(rows)
 
 
 def bytes_of(model: nn.Module, dtype: torch.dtype | None) -> int:
@@ -237,7 +200,7 @@ def run_model(
     tp_random.manual_seed(0)
     with torch.enable_grad() if backward else torch.no_grad():  # a model may take another path without gradients
         result = gather(model(*args, **kwargs))
-        outputs = {".".join(map(str, path)): t for path, t in tensors(result)}
+        outputs = {".".join(map(str, path)): t for path, t in tensors(result)} | _in_objects(result)
         # Random: under a plain sum elements that change places would pass, and a mean or a sum of squares is constant
         # behind a norm, its gradients rounding noise. In fp64 and by name, so that outputs of another dtype or order
         # get the same
@@ -260,6 +223,15 @@ def run_model(
     # Statistics that forward updates; counters of steps are equal anyway
     buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
     return RunResults({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
+
+
+def _in_objects(result: Any) -> dict[str, Tensor]:
+    """The tensors of a result in objects that a plan does not look into, other than caches: they must be whole."""
+    contents = contents_of(result, "result", is_cache)
+    for name, kind in contents.unknown.items():
+        raise UnprovenError(f"{name}: a {kind} may hold tensors that cannot be compared")
+    known = {id(t) for _, t in tensors(result)}
+    return {name: t for name, t in contents.tensors.items() if id(t) not in known}
 
 
 def full_logits(result: Any) -> Any:

@@ -20,11 +20,10 @@ from tp_ext.auto.proof.prove_values import (
     examples,
     few_tokens,
     filled,
-    held,
     prove,
-    shortened,
 )
 from tp_ext.auto.proof.scaled_down import scaled_down
+from tp_ext.auto.proof.shortened import held, shortened
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.numbers import ReadNumbers, read_ids

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tp_ext.auto.proof.copies import copied_model
-from tp_ext.auto.proof.prove_values import FEW, UnprovenError, held
+from tp_ext.auto.proof.prove_values import FEW, UnprovenError
+from tp_ext.auto.proof.shortened import held
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.integers import IntegerSearch

@@ -1,0 +1,47 @@
+"""A model with the first of equal layers alone, whose values stand for all of them."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor, nn
+
+from tp_ext.auto.proof.copies import copied_model
+
+KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
+ENUMERATES = re.compile(r"(^|_)(i|n|idx|id|index|layer|number|depth|name)($|_)")  # attributes that number layers
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model."""
+    tensors = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
+    return [t for t in tensors if t is not None]
+
+
+def shortened(model: nn.Module, kept: int | None = KEPT) -> nn.Module:
+    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind; None: all."""
+    copy = copied_model(model, {id(t): t for t in held(model)})
+    for module in list(copy.modules()):
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        seen: dict[str, int] = {}
+        for name, child in list(module._modules.items()):
+            kind = _kind(child) if child is not None else ""
+            seen[kind] = seen.get(kind, 0) + 1
+            if child is not None and kept and seen[kind] > kept and any(True for _ in child.parameters()):
+                del module._modules[name]  # the others keep their names
+    return copy
+
+
+def _kind(layer: nn.Module) -> str:
+    """Classes, shapes and settings of a layer, without the numbers of layers."""
+    rows = []
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and not ENUMERATES.search(key)
+        }
+        shapes = {key: tuple(t.shape) for key, t in module._parameters.items() if t is not None}
+        rows.append((name, type(module).__qualname__, sorted(settings.items()), shapes))
+    return repr(rows)
