@@ -302,7 +302,7 @@ class Guard:
                 return edits, None
         self.refuse_replaced(changes)
         self.convert_as(module)
-        hidden = tuple(path for path in changes if is_hidden(path))
+        hidden = tuple(item for item in changes.items() if is_hidden(item[0]))
         watch = self.watches[module][0]
         if not any(path[-1] == "training" for path in changes):
             with Synced(self.structure, watch, {}, self.base):

@@ -315,8 +315,8 @@ class Baseline:
 
 
 def is_hidden(path: Path) -> bool:
-    """True for a change that no calls of forward show, since it concerns backward."""
-    return path[-1] == "requires_grad" or path[1].removeprefix("_global") in ("_backward_hooks", "_backward_pre_hooks")
+    """True for a change that no calls of forward show: it concerns backward, or what a hook keeps."""
+    return path[-1] == "requires_grad" or path[1].removeprefix("_global") in HOOKS
 
 
 def _texts(places: dict[Path, StatePlace]) -> dict[Path, str]:

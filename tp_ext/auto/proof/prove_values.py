@@ -24,6 +24,7 @@ import tp_ext.random as tp_random
 from tp_ext._containers import contents_of, is_cache
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.watched_hooks import watched_hooks
 from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import Arguments, arguments
@@ -186,7 +187,16 @@ def run_model(
     gather: Callable[[Any], Any] = lambda x: x,
     input_gradients: bool = True,
 ) -> RunResults:
-    """Runs a model once; the loss is a product of its outputs with random numbers."""
+    """Runs a model once; the loss is a product of its outputs with random numbers. What hooks keep is an output."""
+    with watched_hooks(model) as hooks:
+        results = _results(model, call, backward, gather, input_gradients)
+    results.outputs |= hooks.kept()
+    return results
+
+
+def _results(
+    model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any], input_gradients: bool
+) -> RunResults:
 
     def fresh(x: Any) -> Any:
         # Copies: a model may write to its inputs, and both runs must get the same
