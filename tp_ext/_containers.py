@@ -34,7 +34,7 @@ _CODE: tuple[type, ...] = (types.FunctionType, types.BuiltinFunctionType, types.
 _DEEPEST = 12
 
 
-class Contents(NamedTuple):
+class NestedTensors(NamedTuple):
     """What a nested value holds.
 
     Attributes:
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
     unknown: dict[str, str]
 
 
-def contents_of(value: Any, name: str, is_skipped: Callable[[Any], bool] = lambda value: False) -> Contents:
+def contents_of(value: Any, name: str, is_skipped: Callable[[Any], bool] = lambda value: False) -> NestedTensors:
     """Returns the tensors of dicts, lists, tuples, dataclasses, what torch's pytree knows, arrays, and attributes of
     objects.
 
@@ -55,7 +55,7 @@ def contents_of(value: Any, name: str, is_skipped: Callable[[Any], bool] = lambd
         name: that of the value, with which the expressions begin.
         is_skipped: says of an object whether it is left out.
     """
-    contents = Contents({}, {})
+    contents = NestedTensors({}, {})
     _visit(value, name, contents, set(), is_skipped)
     return contents
 
@@ -66,7 +66,7 @@ def is_cache(value: Any) -> bool:
     return has_update or type(value).__name__.endswith("Cache")
 
 
-def _visit(value: Any, name: str, contents: Contents, above: set[int], is_skipped: Callable[[Any], bool]) -> None:
+def _visit(value: Any, name: str, contents: NestedTensors, above: set[int], is_skipped: Callable[[Any], bool]) -> None:
     if isinstance(value, Tensor):
         contents.tensors[name] = value
     elif isinstance(value, _PLAIN + _CODE) or id(value) in above or is_skipped(value):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from tp_ext.auto.proof.copies import copied_value
+from tp_ext.auto.record.machinery import FUNCTIONS, MACHINERY, is_of, is_of_machinery
 from tp_ext.auto.record.reachable import names_in
 
 Path = tuple[str, ...]  # a module's name, or SHARED, and where in it
@@ -30,7 +31,6 @@ SHARED = "*"  # what a model and its structure share: globals, class attributes,
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, range)
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # Ours, and notes of libraries on what they have done to this object, which its structure has not had
@@ -40,9 +40,6 @@ INTERNAL = {*vars(nn.Module()), "save_pretrained", "tp_call", "tp_edited", "tp_e
             "generate", "resize_token_embeddings"}  # fmt: skip
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module that a wrapper of torch has
 LIBRARIES = ("torch", "tp_ext", "transformers", "accelerate", "builtins", "collections", "functools", "einops")
-# Their hooks and forwards do what they do around any module, and change no numbers
-MACHINERY = ("torch.distributed", "torch._", "torch.utils", "torch.nn.modules.module", "tp_ext", "transformers",
-             "accelerate", "peft")  # fmt: skip
 DEPTH = 4  # of plain objects and dicts inside of an attribute
 
 
@@ -53,12 +50,6 @@ class StatePlace:
     text: str
     holder: Any = None
     key: Any = None
-
-
-def _is_of(value: Any, names: tuple[str, ...]) -> bool:
-    of = value if isinstance(value, FUNCTIONS) else type(value)
-    name = str(getattr(of, "__module__", ""))
-    return name.startswith(tuple(f"{n}." for n in names)) or name in names
 
 
 def text_of(value: Any, depth: int = DEPTH) -> str:
@@ -82,7 +73,7 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
 def class_text(module: nn.Module) -> str:
     """What a module computes, by its class's forward: classes that wrap it, such as FSDP2's, inherit that."""
     forward = type(module).forward
-    return "tp_ext" if _is_of(module, ("tp_ext",)) else f"{forward.__module__}.{forward.__qualname__}"
+    return "tp_ext" if is_of(module, ("tp_ext",)) else f"{forward.__module__}.{forward.__qualname__}"
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -106,7 +97,7 @@ def named_modules(model: nn.Module, name: str = "", seen: set[int] | None = None
 
 def hook_text(hook: Any) -> str:
     """A hook as a text; "": it is of a library, and changes no numbers."""
-    return "" if _is_of(hook, MACHINERY) and not _is_of(hook, ("torch.nn.utils",)) else text_of(hook)
+    return "" if is_of_machinery(hook) else text_of(hook)
 
 
 class StateWatch:
@@ -165,7 +156,7 @@ class StateWatch:
         self.add(dict.values, module._modules)
         for hooks in HOOKS:
             self.add_hooks((name, hooks), vars(module), hooks)
-        if _is_of(module, ("tp_ext",)):  # its own attributes are no business of the model's code
+        if is_of(module, ("tp_ext",)):  # its own attributes are no business of the model's code
             self.add(operator.itemgetter("training", "training"), vars(module))
             return
         self.add_holder((name,), vars(module), 0, INTERNAL)
@@ -186,7 +177,7 @@ class StateWatch:
             inner_path = (*path, str(key))
             if key in internal or inner_path in self.ignored or (key == "forward" and path == ("",)):
                 continue
-            if key == "forward" and _is_of(value, MACHINERY):
+            if key == "forward" and is_of(value, MACHINERY):
                 continue
             if not isinstance(value, Tensor):
                 names.append(key)
@@ -202,7 +193,7 @@ class StateWatch:
                 self.add(iter, value)
             return False
         attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        is_opaque = isinstance(value, (nn.Module, Tensor, *PLAIN, *FUNCTIONS)) or _is_of(value, ("torch", "tp_ext"))
+        is_opaque = isinstance(value, (nn.Module, Tensor, *PLAIN, *FUNCTIONS)) or is_of(value, ("torch", "tp_ext"))
         if not isinstance(attributes, dict) or depth >= DEPTH or is_opaque:
             return False
         self.add_holder(path, attributes, depth + 1)
@@ -210,7 +201,7 @@ class StateWatch:
 
     def add_class(self, cls: type) -> None:
         """Adds class attributes, and what the functions of a class read of globals and closures."""
-        if _is_of(cls, LIBRARIES):
+        if is_of(cls, LIBRARIES):
             return
         for key, value in list(vars(cls).items()):
             if isinstance(value, types.FunctionType):
@@ -219,7 +210,7 @@ class StateWatch:
                 self.add_variable((SHARED, cls.__qualname__, key), vars(cls), key, value)
 
     def add_function(self, function: types.FunctionType) -> None:
-        if id(function) in self.seen or _is_of(function, LIBRARIES):
+        if id(function) in self.seen or is_of(function, LIBRARIES):
             return
         self.seen.add(id(function))
         for name in set(names_in(function.__code__)):

@@ -1,6 +1,6 @@
 """Ways by which numbers leave a tensor that varies: Python values, storage, text, and lengths that depend on values.
 
-What a function of torch returns beside tensors is refused, unless it is known to be the same on all ranks (metadata).
+What a function of torch returns other than tensors is refused, unless it is known to be the same on all ranks (metadata).
 Lengths are the same, too, except those that an operator finds from values, such as ``nonzero`` and a mask as an index:
 its results are marked, results of marked operands are marked, and no length of a marked tensor can be read.
 """
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tp_ext._ops.tags import finds_lengths_from_values
 
 READS_NUMBERS = frozenset(
     {"item", "tolist", "numpy", "__array__", "__contains__", "is_nonzero", "equal", "allclose", "is_set_to"}
@@ -131,20 +133,7 @@ def finds_lengths(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], v
         return any(varies(x) for x in (*args[1:], kwargs.get("mask")))
     if name == "one_hot":
         return max(kwargs.get("num_classes", -1), *(n for n in args[1:2]), -1) < 0
-    return name in _COMPOSED or _tagged(name)
-
-
-_tags: dict[str, bool] = {}
-
-
-@torch.compiler.assume_constant_result  # torch.compile follows no tags
-def _tagged(name: str) -> bool:
-    if name not in _tags:
-        # Operators of Python, as __and__, have no values in their lengths
-        operator = None if name.startswith("__") or not name.isidentifier() else getattr(torch.ops.aten, name, None)
-        overloads = operator.overloads() if operator is not None else ()
-        _tags[name] = any(torch.Tag.dynamic_output_shape in getattr(operator, form).tags for form in overloads)
-    return _tags[name]
+    return name in _COMPOSED or finds_lengths_from_values(name)
 
 
 class NumbersRead(TorchDispatchMode):

@@ -29,7 +29,7 @@ MOST_ELEMENTS = 1 << 22  # of a result that is looked at
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class _Place(NamedTuple):
+class _CallPlace(NamedTuple):
     """Where a call is: the text of its source, or the module of torch that makes it, and file and line."""
 
     source: str
@@ -39,14 +39,14 @@ class _Place(NamedTuple):
 class _Key(NamedTuple):
     """A call: its place, its function, and how many such calls were before it."""
 
-    place: _Place
+    place: _CallPlace
     function: str
     number: int
     result: int
 
 
 @dataclasses.dataclass
-class _Result:
+class _CallResult:
     """The result of a call: its value, the numbers and tensors among the arguments, and the gradient after backward."""
 
     value: Tensor
@@ -65,8 +65,8 @@ class KeptResults(TorchFunctionMode):
     """
 
     modules: Mapping[int, str]
-    results: dict[_Key, _Result] = dataclasses.field(default_factory=dict)
-    _counts: dict[tuple[_Place, str], int] = dataclasses.field(default_factory=dict)
+    results: dict[_Key, _CallResult] = dataclasses.field(default_factory=dict)
+    _counts: dict[tuple[_CallPlace, str], int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -85,14 +85,16 @@ class KeptResults(TorchFunctionMode):
         if (place := _place_of_caller(self.modules)) is not None:
             self._keep(place, f"the forward of {self.modules.get(id(module), '')}", args, result)
 
-    def _keep(self, place: _Place, name: str, arguments: Any, result: Any) -> None:
+    def _keep(self, place: _CallPlace, name: str, arguments: Any, result: Any) -> None:
         number = self._counts[place, name] = self._counts.get((place, name), -1) + 1
         leaves = tree_leaves(arguments)
         numbers = [float(x) for x in leaves if isinstance(x, int | float)]
         inputs = [x.detach() for x in leaves if _is_kept(x)]
         for index, leaf in enumerate(tree_leaves(result)):
             if _is_kept(leaf):
-                kept = self.results[_Key(place, name, number, index)] = _Result(leaf.detach().clone(), numbers, inputs)
+                kept = self.results[_Key(place, name, number, index)] = _CallResult(
+                    leaf.detach().clone(), numbers, inputs
+                )
                 if leaf.requires_grad:
                     leaf.register_hook(functools.partial(_keep_gradient, kept))
 
@@ -101,11 +103,11 @@ def _is_kept(value: object) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and value.numel() <= MOST_ELEMENTS  # type: ignore[attr-defined]
 
 
-def _keep_gradient(result: _Result, gradient: Tensor) -> None:
+def _keep_gradient(result: _CallResult, gradient: Tensor) -> None:
     result.gradient = gradient.detach().clone()
 
 
-def _place_of_caller(modules: Mapping[int, str]) -> _Place | None:
+def _place_of_caller(modules: Mapping[int, str]) -> _CallPlace | None:
     """Returns the place in the user's code of the call that runs; None if this package makes it, in its layers."""
     frame: FrameType | None = sys._getframe(2)
     of_torch = ""
@@ -126,9 +128,9 @@ def _place_of_caller(modules: Mapping[int, str]) -> _Place | None:
             of_torch = f"{modules[id(module)]}, {type(module).__name__}"
         frame = frame.f_back
     if frame is None or top == "tp_ext":
-        return _Place(of_torch, "") if of_torch else None
+        return _CallPlace(of_torch, "") if of_torch else None
     file = frame.f_code.co_filename
-    return _Place(_source(frame), f"{file.rpartition('/')[2]}:{frame.f_lineno}")
+    return _CallPlace(_source(frame), f"{file.rpartition('/')[2]}:{frame.f_lineno}")
 
 
 def _source(frame: FrameType) -> str:
@@ -171,7 +173,7 @@ def _named(key: _Key) -> str:
     return f"`{key.place.source}` at {key.place.line}" if key.place.line else f"{key.function} in {key.place.source}"
 
 
-def _cause(result: _Result, of_ranks: Sequence[_Result]) -> str:
+def _cause(result: _CallResult, of_ranks: Sequence[_CallResult]) -> str:
     for each in of_ranks:
         for full, local in zip(result.numbers, each.numbers, strict=False):
             if full != local:

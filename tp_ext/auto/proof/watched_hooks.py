@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tp_ext._containers import contents_of
-from tp_ext.auto.module_state import HOOKS, hook_text
+from tp_ext.auto.record.machinery import is_of_machinery
 
-FORWARD = tuple(name for name in HOOKS if name.startswith("_forward"))
+FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _LENGTHS = {"size", "numel", "nelement", "__len__", "dim_order", "stride"}
 _LENGTH_PROPERTIES = {"shape", "nbytes"}
 
@@ -43,7 +43,7 @@ class WatchedHooks:
         """Returns the hook, which notes what it sees."""
 
         def watched(module: nn.Module, *arguments: Any) -> Any:
-            mode = _Seen()
+            mode = _HookCalls()
             with mode:
                 result = hook(module, *arguments)
             returned = set(map(id, contents_of(result, "").tensors.values()))
@@ -57,7 +57,7 @@ class WatchedHooks:
         return watched
 
 
-class _Seen(TorchFunctionMode):
+class _HookCalls(TorchFunctionMode):
     """Notes results of functions, and lengths that code reads."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def watched_hooks(model: nn.Module) -> Iterator[WatchedHooks]:
         for kind in FORWARD:
             hooks = vars(module)[kind]
             for key, hook in hooks.items():
-                if hook_text(hook):
+                if not is_of_machinery(hook):
                     before.append((hooks, key, hook))
                     hooks[key] = watched.watch(hook, f"a hook of {name or 'the model'}")
     try:
