@@ -1,6 +1,6 @@
 """Ways by which numbers leave a tensor that varies: Python values, storage, text, and lengths that depend on values.
 
-What a function of torch returns other than tensors is refused, unless it is known to be the same on all ranks (metadata).
+What a function of torch returns other than tensors is refused, unless it is known to be the same on all ranks.
 Lengths are the same, too, except those that an operator finds from values, such as ``nonzero`` and a mask as an index:
 its results are marked, results of marked operands are marked, and no length of a marked tensor can be read.
 """
