@@ -5,7 +5,7 @@
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
 #   TORCHES='2.11.0 2.15.0' PYTHONS='python3.11 python3.13'  those of make wheels and make wheels-check
-#   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'
+#   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'  PART=2 (of gpu-check)
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2# 3 are no faster on two cores. 0 runs the tests in pytest itself, for a debugger
 BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
+PART ?= 1
 BENCH_OUT ?= runs/bench
 
 GPU_ARCHS := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
@@ -52,7 +53,8 @@ help:
 	@echo 'make lint    checks format, style and types'
 	@echo 'make docs    builds the documentation as a site, build/docs/index.html, and checks its links'
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
-	@echo 'make gpu-check  builds, tests and times everything on a GPU, results to runs/gpu_check'
+	@echo 'make gpu-check  builds, tests what is new and times everything on a GPU in 7 minutes, results to runs/gpu_check;'
+	@echo '             PART=2: all other tests, 7 minutes, runs/gpu_check_2'
 	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, prints its registers, fails on a spill'
 	@echo 'make wheels  builds a wheel for each of PYTHONS with a library for each of TORCHES, to dist/; make wheels-check tries them'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
@@ -97,7 +99,7 @@ bench: $(BUILT) $(STAMPS)/bench
 
 # It builds by itself, for the GPU that is there
 gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
-	$(BIN)/python -m benchmarks.gpu.check $(GPU_CHECK_ARGS)
+	$(BIN)/python -m benchmarks.gpu.check --part $(PART) $(GPU_CHECK_ARGS)
 
 cuda-check:
 	@$(PYTHON) -m tests.machine_code.check

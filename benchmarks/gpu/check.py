@@ -1,12 +1,15 @@
-"""All GPU work in one command: build, tests, memory checks, times of all kernels. 9 minutes on 16 cores.
+"""All GPU work in two commands of at most 7 minutes on 16 cores: build, tests, memory checks, times of all kernels.
 
-    make gpu-check                     # with the environment that make sets up
+    make gpu-check                     # with the environment that make sets up; then: make gpu-check PART=2
     python -m benchmarks.gpu.check     # with the torch >= 2.11 of this python, pytest and a CUDA toolkit; no network
+    python -m benchmarks.gpu.check --part 2 --built
 
-Every command is a process of its own with a deadline. FOLDER/results.json is written after each, FOLDER/log.txt has all
-output; at the end come a table and the goals. Exit code: 0, 1 if a stage failed, 2 if there is no GPU.
-``benchmarks.gpu.results`` makes the docs' table and plot from the file. ``--device cpu --quick`` is a dry run of all
-stages that work without a GPU.
+Part 1 has what is worth most: the build, memory checks, tests of what is new, NCCL ranks that share the GPU, all times.
+Part 2: all other tests, and the NCCL ranks again with every module and with torch's other NCCL backend.
+Every command is a process of its own with a deadline. FOLDER/results.json is written after each, FOLDER/rows after each
+measured case, FOLDER/log.txt has all output; at the end come a table and the goals. Exit code: 0, 1 if a stage failed,
+2 if there is no GPU. ``benchmarks.gpu.results`` makes the docs' table and plot from the file of part 1.
+``--device cpu --quick`` is a dry run of all stages that work without a GPU.
 """
 
 import argparse
@@ -36,35 +39,71 @@ from benchmarks.lib.report import stamp
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds from the start by which each part has ended
-BUILD, CORRECT, TIMED = 300.0, 375.0, 535.0
+# Seconds from the start by which each phase of a part has ended
+BUILD = 200.0
+CORRECT = {1: 265.0, 2: 320.0}
+SHARED_BY_NCCL = {1: 325.0, 2: 415.0}
+TIMED = 412.0  # of part 1 alone
 USUAL_BUILD = 120.0  # seconds that the others have less, where the library is built
 BENCHMARK = 75.0  # seconds for a script whose turn it is
+ONE_OF_NCCL = 60.0  # seconds for a stage of NCCL ranks: they may wait for each other for ever
 TAIL = 25  # lines of a command's output that the results keep when it fails
-OWN_STAGES = {  # stage -> its files; those with CUDA tests that are not here share "kernels"
-    "graphs": [
-        "tests/cuda/test_capture.py",
-        "tests/conformance/test_51_capture.py",
-        "tests/nn/attention/test_kv_cache_graphs.py",
-    ],
-    "execution": ["tests/cuda/test_execution.py"],
-    "large tensors": ["tests/cuda/test_large.py"],
-    "ranks on one GPU": [
-        "tests/cuda/test_shared_gpu.py",  # gloo
-        "tests/test_regions.py",
-        "tests/conformance/test_31_33_weights.py",
-        "tests/conformance/test_43_47_attention.py",
-    ],
-    "symmetric memory": ["tests/test_symmetric_memory_cuda.py"],
-    "NCCL": ["tests/cuda/test_nccl.py"],
+NEW = (
+    "float8",
+    "low_bits",
+    "compressed_blocks",
+    "block_attention",
+    "tree_total",
+)  # measured first: no GPU has run them
+NCCL_RANKS = {  # several ranks of NCCL >= 2.30 share a GPU by time slices
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1",
+    "TP_EXT_RANKS_BACKEND": "cpu:gloo,cuda:nccl",
+    "TP_EXT_RANKS_SECONDS": "40",
 }
-QUICK = {  # what a dry run takes of each stage: -k
-    "kernels": "autocast or rate",
-    "graphs": "family and relu",
-    "execution": "relu",
-    "large tensors": "bias_act",
-    "ranks on one GPU": "rms_norm",
-    "NCCL": "step",
+OTHER_BACKEND = NCCL_RANKS | {"TORCH_DIST_USE_NCCL2": "0"}  # that of torch before 2.15
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tests that run in a process of their own. `quick`: what a dry run takes of them, -k; None: they need a GPU.
+    `environment`: with a GPU alone."""
+
+    part: int
+    files: Sequence[str]
+    quick: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+SUITE_OF_RANKS = [
+    "tests/cuda/test_shared_gpu.py",
+    "tests/test_regions.py",
+    "tests/conformance/test_31_33_weights.py",
+    "tests/conformance/test_43_47_attention.py",
+]
+NCCL_TESTS = ["tests/cuda/test_nccl_ranks.py", "tests/cuda/test_nccl.py"]
+SYMMETRIC_MEMORY = ["tests/test_symmetric_memory_cuda.py"]
+STAGES = {  # CUDA tests that are in none of them share the stage "kernels" of part 2
+    "new kernels": Stage(
+        1, [f"tests/kernels/test_{kernel}.py" for kernel in NEW if kernel != "block_attention"], "every_code"
+    ),
+    "graphs": Stage(
+        1,
+        [
+            "tests/cuda/test_capture.py",
+            "tests/conformance/test_51_capture.py",
+            "tests/nn/attention/test_kv_cache_graphs.py",
+        ],
+        "family and relu",
+    ),
+    "NCCL ranks": Stage(1, NCCL_TESTS, "collectives", NCCL_RANKS),
+    "symmetric memory": Stage(1, SYMMETRIC_MEMORY, None, NCCL_RANKS),
+    "execution": Stage(2, ["tests/cuda/test_execution.py"], "relu"),
+    "large tensors": Stage(2, ["tests/cuda/test_large.py"], "bias_act"),
+    "ranks on one GPU": Stage(2, [*SUITE_OF_RANKS, *SYMMETRIC_MEMORY], "rms_norm"),  # gloo
+    "NCCL ranks, other backend": Stage(2, NCCL_TESTS, "collectives", OTHER_BACKEND),
+    "NCCL ranks, all modules": Stage(2, SUITE_OF_RANKS, "rms_norm", NCCL_RANKS),
 }
 NO_SANITIZER = r"Device not supported|not supported on this|Unable to find injection|insufficient permission"
 
@@ -133,16 +172,22 @@ class Run:
     def __init__(self, folder: Path, about: dict[str, Any]):
         folder.mkdir(parents=True, exist_ok=True)
         self.file, self.log = folder / "results.json", folder / "log.txt"
+        self.rows = folder / "rows"
+        shutil.rmtree(self.rows, ignore_errors=True)  # scripts append to it
         self.log.write_text("")
         self.results: dict[str, Any] = {**about, "commands": []}
         self._lock, self._start, self._running = threading.Lock(), time.monotonic(), set[subprocess.Popen]()
         self.save()
 
-    def together(self, commands: Sequence[Command], cores: int, until: float) -> None:
-        """Runs as many commands at once as there are cores."""
+    def together(self, commands: Sequence[Command], cores: int, until: float, seconds: float = float("inf")) -> None:
+        """Runs as many commands at once as there are cores, each for `seconds` at most."""
         pool = ThreadPoolExecutor(cores)
+
+        def to_end(command: Command) -> None:
+            self._finish(*self._begin(command), min(self._elapsed() + seconds, until))
+
         try:
-            list(pool.map(lambda command: self._finish(*self._begin(command), until), commands))
+            list(pool.map(to_end, commands))
         finally:  # interrupted: what runs is ended
             pool.shutdown(wait=False, cancel_futures=True)
             self._stop()
@@ -161,8 +206,9 @@ class Run:
         return list(dict.fromkeys(bad))
 
     def save(self, **more: Any) -> None:
-        """Writes the results, and adds these to them."""
-        self.results |= {**more, "seconds": round(self._elapsed(), 1)}
+        """Writes the results, and adds these to them, and the rows that there are."""
+        rows = read_rows(self.rows)
+        self.results |= {**more, "seconds": round(self._elapsed(), 1), "rows": rows, "goals": goals(rows)}
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(self.results, indent=1) + "\n")
         os.replace(new, self.file)
@@ -228,11 +274,13 @@ def counted(output: str) -> dict[str, int]:
 
 
 class Plan:
-    """The commands of a run; `scratch` is for files that they pass on."""
+    """The commands of a part; `scratch` is for files that they pass on, the benchmarks' rows come into `rows`."""
 
-    def __init__(self, args: argparse.Namespace, cores: int, arch: str, scratch: Path):
-        self.args, self.cores, self.arch, self.scratch = args, cores, arch, scratch
-        self.scripts = [script for script in benchmarks() if re.search(args.benchmarks, script.stem)]
+    def __init__(self, args: argparse.Namespace, cores: int, arch: str, scratch: Path, rows: Path):
+        self.args, self.cores, self.arch, self.rows = args, cores, arch, rows
+        scripts = [script for script in benchmarks() if re.search(args.benchmarks, script.stem)]
+        scripts.sort(key=lambda script: script.stem.removeprefix("bench_") not in NEW)
+        self.scripts = scripts if args.part == 1 else []
         folders = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")]
         self.environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -253,32 +301,54 @@ class Plan:
 
     def correctness(self) -> list[Command]:
         """The longest first."""
-        commands = [self._sanitizer("memcheck"), self._sanitizer("racecheck")]
-        for stage, files in OWN_STAGES.items():
-            note = "needs a GPU" if self.args.device == "cpu" and stage not in QUICK else ""
-            commands.append(self._pytest(stage, files[:1] if self.args.quick else files, note=note))
-        own = {file for files in OWN_STAGES.values() for file in files}
+        commands = [self._sanitizer("memcheck" if self.args.part == 1 else "racecheck")]
+        commands += [self._stage(name) for name, stage in STAGES.items() if not stage.environment]
+        own = {file for stage in STAGES.values() for file in stage.files}
         shared = [file for file in cuda_tests() if file not in own]
         if self.args.quick:
             shared = ["tests/kernels/test_norm.py"]
-        shards = max(1, min(8, self.cores // 2))
-        commands += [self._pytest("kernels", shared, f"{i}/{shards}") for i in range(shards)]
+        shards = max(1, min(8, self.cores // 2)) if self.args.part == 2 else 0
+        quick = "autocast or rate"
+        commands += [self._pytest("kernels", shared, quick, f"{i}/{shards}") for i in range(shards)]
         return self._wanted([*commands, *(self._benchmark("benchmarks, checked", script) for script in self.scripts)])
 
+    def shared_by_nccl(self) -> list[Command]:
+        """One at a time: each rank waits for the others in a kernel, and the GPU's time goes round."""
+        return self._wanted([self._stage(name) for name, stage in STAGES.items() if stage.environment])
+
     def timed(self) -> list[Command]:
+        """What is new first."""
         return self._wanted([self._benchmark("benchmarks", script) for script in self.scripts])
 
+    def _stage(self, name: str) -> Command:
+        stage = STAGES[name]
+        note = "needs a GPU" if self.args.device == "cpu" and stage.quick is None else ""
+        files = stage.files[:1] if self.args.quick else stage.files
+        return self._pytest(name, files, stage.quick, note=note, environment=stage.environment)
+
     def _wanted(self, commands: list[Command]) -> list[Command]:
+        parts = {name: stage.part for name, stage in STAGES.items()}
+        commands = [command for command in commands if parts.get(command.stage, self.args.part) == self.args.part]
         return [command for command in commands if re.search(self.args.stages, command.stage)]
 
-    def _pytest(self, stage: str, files: list[str], shard: str = "", note: str = "") -> Command:
+    def _pytest(
+        self,
+        stage: str,
+        files: Sequence[str],
+        quick: str | None,
+        shard: str = "",
+        note: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> Command:
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         argv += ["-m", "cuda" if self.args.device == "cuda" else "not cuda"]
-        argv += ["-k", QUICK.get(stage, "")] if self.args.quick else []
+        argv += ["-k", quick or ""] if self.args.quick else []
+        argv += ["--maxfail=3"] if environment else []  # each that hangs takes its deadline
         if importlib.util.find_spec("pytest_timeout") is None:  # the settings name its option
             argv += ["-o", "addopts=-ra --strict-markers"]
-        environment = self.environment | ({"TP_EXT_SHARD": shard} if shard else {})
-        return Command(stage, shard or "pytest", argv, environment, note=note)
+        more = dict(environment or {}) if self.args.device == "cuda" else {}
+        more |= {"TP_EXT_SHARD": shard} if shard else {}
+        return Command(stage, shard or "pytest", argv, self.environment | more, note=note)
 
     def _sanitizer(self, tool: str) -> Command:
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
@@ -301,7 +371,7 @@ class Plan:
         argv = [sys.executable, "-m", module, "--device", self.args.device, "--dtype", dtype]
         argv += ["--size", str(self.args.size)]
         argv += ["--quick"] if checked or quick else ["--seconds", "0.25", "--threads", "1"]
-        argv += [] if checked else ["--wait-for-input", "--csv", str(self.scratch / "rows")]
+        argv += [] if checked else ["--wait-for-input", "--csv", str(self.rows)]
         return Command(stage, script.stem.removeprefix("bench_"), argv, self.environment)
 
 
@@ -313,9 +383,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, help="MiB of the benchmarks' activations (default: 256; --quick: 1)")
     parser.add_argument("--benchmarks", default="", metavar="PATTERN", help="those whose script's name matches")
     parser.add_argument("--stages", default="", metavar="PATTERN", help="those whose name matches, and the build")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_check", metavar="FOLDER")
+    parser.add_argument("--part", type=int, default=1, choices=[1, 2], help="of the check; 1 has what is worth most")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="default: runs/gpu_check; of part 2: runs/gpu_check_2"
+    )
     args = parser.parse_args(arguments)
     args.size = args.size or (1 if args.quick else 256)
+    args.out = args.out or ROOT / "runs" / ("gpu_check" if args.part == 1 else "gpu_check_2")
     found = gpu() if args.device == "cuda" else {}
     if args.device == "cuda" and not found:
         print(f"gpu-check needs a CUDA GPU: torch {torch.__version__} sees none (CUDA {torch.version.cuda})")
@@ -326,13 +400,15 @@ def main(arguments: list[str] | None = None) -> int:
     print(", ".join(f"{key} {value}" for key, value in run.results.items() if isinstance(value, str)), flush=True)
     earlier = USUAL_BUILD if args.built else 0.0
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
-        plan = Plan(args, cores, found.get("arch", ""), Path(scratch))
-        run.together(plan.build(), 1, BUILD)
-        if not run.failed():
-            run.together(plan.correctness(), cores, CORRECT - earlier)
-            run.in_turn(plan.timed(), BENCHMARK, TIMED - earlier)
-            rows = read_rows(Path(scratch) / "rows")
-            run.save(rows=rows, goals=goals(rows))
+        plan = Plan(args, cores, found.get("arch", ""), Path(scratch), run.rows)
+        try:
+            run.together(plan.build(), 1, BUILD)
+            if not run.failed():
+                run.together(plan.correctness(), cores, CORRECT[args.part] - earlier)
+                run.together(plan.shared_by_nccl(), 1, SHARED_BY_NCCL[args.part] - earlier, ONE_OF_NCCL)
+                run.in_turn(plan.timed(), BENCHMARK, TIMED - earlier)
+        finally:  # ended from outside: what is there is kept
+            run.save()
     print_report(run.results)
     print(f"{run.file}, all output in {run.log}")
     if failed := run.failed():

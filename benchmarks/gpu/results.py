@@ -32,6 +32,8 @@ def read_rows(folder: Path) -> list[Row]:
         kernel = path.stem.removeprefix("bench_")
         with path.open() as file:
             for record in csv.DictReader(file):
+                if None in record.values():  # cut off in the middle
+                    continue
                 row = rows.setdefault((kernel, record["case"], record["dtype"]), {"kernel": kernel})
                 row |= {"case": record["case"], "pass": what(record["case"]), "shape": record["shape"]}
                 row |= {"dtype": record["dtype"], "bytes": int(record["bytes"])}

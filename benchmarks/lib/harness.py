@@ -16,6 +16,7 @@ import inspect
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.report import Record, add_options, draw_bars, line, stamp, write
+from benchmarks.lib.report import Record, add_options, append, draw_bars, line, plot, stamp
 from benchmarks.lib.timing import Call, TimeOnCuda, extra_bytes, time_on_cpu
 from tp_ext import keep_memory
 
@@ -32,7 +33,16 @@ Forward = Callable[..., Outputs]
 
 # ||ours - peer|| / ||peer|| that two correct implementations stay under
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-OPTIONAL = ("torch.compile", "Liger-Kernel")  # left out where they cannot run here, or give another result
+# Left out where they cannot run here, or give another result
+OPTIONAL = (
+    "torch.compile",
+    "Liger-Kernel",
+    "torchao",
+    "torchao, compiled",
+    "_scaled_mm alone",
+    "torch int4",
+    "torch int8",
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,17 @@ def torch_peers(eager: Forward, device: str) -> dict[str, Forward]:
         torch._dynamo.config.recompile_limit = 256  # one function, many shapes: beyond the limit it would run eagerly
         torch._functorch.config.donated_buffer = False  # the backward case goes through one graph many times
         peers["torch.compile"] = torch.compile(eager, dynamic=False)
+    return peers
+
+
+def makeable(makers: Mapping[str, Callable[[], Forward]]) -> dict[str, Forward]:
+    """The peers that can be made here; the output has a line for each of the others."""
+    peers = {}
+    for name, make in makers.items():
+        try:
+            peers[name] = make()
+        except Exception as error:
+            print(f"without {name}: {str(error).splitlines()[0] if str(error) else error!r}")
     return peers
 
 
@@ -241,12 +262,15 @@ def main(cases_factory: Callable[..., Iterable[Case]]) -> None:
     counts = [int(t) for t in (args.threads or ("1" if args.quick else "1,2")).split(",")]
     dtypes = (args.dtype or ("float32,bfloat16" if args.full else "float32")).split(",")
     size = (args.size or (64 if args.device == "cuda" else 16)) << 20
+    turns = 2 if args.quick else 10 if args.full else 4
     sized = len(inspect.signature(cases_factory).parameters) == 3
     if args.device == "cpu":
         keep_memory()  # ours and the peers' tensors: else some calls wait for fresh pages, at random
     run_stamp = stamp(args.device)
     print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
     records: list[Record] = []
+    failed: list[str] = []
+    script = Path(inspect.getfile(cases_factory)).stem
     for threads in counts if args.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         for dtype in dtypes:
@@ -254,12 +278,20 @@ def main(cases_factory: Callable[..., Iterable[Case]]) -> None:
             for case in cases:
                 if args.only not in case.name:
                     continue
-                for record in run([case], args.device, seconds, turns=2 if args.quick else 10 if args.full else 4):
-                    record = {"dtype": dtype, "threads": threads} | record
+                try:
+                    new = [{"dtype": dtype, "threads": threads} | r for r in run([case], args.device, seconds, turns)]
+                except Exception:  # the other cases are measured, too
+                    traceback.print_exc(file=sys.stdout)
+                    failed.append(case.name)
+                    continue
+                for record in new:
                     if not records:
                         print(line({key: key for key in _shown(record)}, WIDTHS))
                     print(line(_shown(record), WIDTHS), flush=True)
                     records.append(record)
+                if args.csv:  # at once: what comes next may hang, or be ended
+                    append(args.csv, script, run_stamp, new)
     if args.csv and records:
-        script = Path(inspect.getfile(cases_factory)).stem
-        write(args.csv, script, run_stamp, records, lambda figure: _draw(figure, records))
+        plot(args.csv, script, run_stamp, lambda figure: _draw(figure, records))
+    if failed:
+        sys.exit(f"FAILED: {', '.join(failed)}")

@@ -119,6 +119,13 @@ def print_table(records: Sequence[Record]) -> None:
 
 def write(folder: Path, script: str, run: Record, records: Sequence[Record], draw: Callable[[Any], None]) -> None:
     """Appends the records, each with the stamp ``run``, to the CSV and draws the PNG of this run, ``draw(figure)``."""
+    append(folder, script, run, records)
+    print(f"{len(records)} rows added to {folder / f'{script}.csv'}")
+    plot(folder, script, run, draw)
+
+
+def append(folder: Path, script: str, run: Record, records: Sequence[Record]) -> None:
+    """Appends the records, each with the stamp ``run``, to the CSV."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [run | record for record in records]
     path = folder / f"{script}.csv"
@@ -127,7 +134,10 @@ def write(folder: Path, script: str, run: Record, records: Sequence[Record], dra
         if file.tell() == 0:
             writer.writeheader()
         writer.writerows({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    print(f"{len(rows)} rows added to {path}")
+
+
+def plot(folder: Path, script: str, run: Record, draw: Callable[[Any], None]) -> None:
+    """Draws the PNG of this run, ``draw(figure)``."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed")
         return

@@ -9,6 +9,8 @@ done nothing else (no thread, no CUDA context): a pool costs tens of millisecond
 by plain pickle. Every run starts from the same seed and ends with a sum over the ranks, so that a
 collective too many or too few fails its own test, not the next. A failure throws the pool away, and
 so do the threads of its process groups once they have cost as much as a new pool (`close_costly`).
+
+TP_EXT_RANKS_BACKEND=cpu:gloo,cuda:nccl: the backends of their groups. TP_EXT_RANKS_SECONDS: no run waits for longer.
 """
 
 import atexit
@@ -38,6 +40,7 @@ from tp_ext import common_generator
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preloaded"])
+BACKEND = "TP_EXT_RANKS_BACKEND"
 STRICT = {"MKL_CBWR": "AVX512,STRICT"}  # for tp_invariant: MKL reads it once in a process
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -60,6 +63,7 @@ class RankError(Exception):
 
 def run(fn: Callable, p: int, *args: Any, timeout: float = 180, **kwargs: Any) -> list:
     """The results of fn(group, *args, **kwargs) on ranks 0..p-1, group a gloo ProcessGroup."""
+    timeout = min(timeout, float(os.environ.get("TP_EXT_RANKS_SECONDS", timeout)))
     task = pickle.dumps((sys.path, pickle.dumps((fn, args, kwargs))))
     pool = _pools.pop(p, None) or _Pool(p)
     with contextlib.ExitStack() as on_error:
@@ -231,7 +235,7 @@ def _work(rank: int, p: int, folder: Path, pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     if p:
         store = dist.FileStore(str(folder / "store"), p)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=p)
+        dist.init_process_group(os.environ.get(BACKEND, "gloo"), store=store, rank=rank, world_size=p)
     while True:
         sys.path[:], task = pickle.loads(pipe.recv_bytes())
         try:

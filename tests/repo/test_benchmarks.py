@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -148,6 +149,23 @@ def test_a_wrong_kernel_is_not_timed():
     x = torch.ones(3)
     with pytest.raises(AssertionError, match=r"case: result 0 differs from peer by 1\.0\de-01"):
         harness.run([harness.Case("case", lambda: x * 1.1, {"peer": lambda: x})], "cpu", 0.0)
+
+
+def test_a_wrong_case_loses_no_other(tmp_path):
+    """Its neighbours have rows, written before what follows is run; the script fails."""
+    x, script = torch.ones(3), "bench_made_up"
+    rows = tmp_path / f"{Path(__file__).stem}.csv"
+
+    def cases(device, dtype):
+        yield harness.Case("before", lambda: x, {"peer": lambda: x})
+        assert "before" in rows.read_text()
+        yield harness.Case("wrong", lambda: x * 1.1, {"peer": lambda: x})
+        yield harness.Case("after", lambda: x, {"peer": lambda: x})
+
+    argv = [script, "--quick", "--csv", str(tmp_path)]
+    with mock.patch.object(sys, "argv", argv), pytest.raises(SystemExit, match="FAILED: wrong"):
+        harness.main(cases)
+    assert [row["case"] for row in _rows(tmp_path, rows.stem)] == ["before", "after"]
 
 
 def _wrong_collective(group, op, path):

@@ -62,6 +62,13 @@ def test_a_failure_or_hang_loses_no_other_result(tmp_path):
     assert not marker.exists()  # what a hanging command had started is ended with it
 
 
+def test_a_command_that_hangs_leaves_time_to_the_next(tmp_path):
+    """As ranks of NCCL that wait for each other."""
+    hangs = python("hangs", "import time; time.sleep(60)")
+    Run(tmp_path, {}).together([hangs, python("next", "pass")], 1, 50, 1.5)
+    assert statuses(tmp_path) == {"hangs": "timed out", "next": "passed"}
+
+
 def test_an_interrupted_run_ends_its_commands(tmp_path, monkeypatch):
     """And keeps the results of those that had ended."""
     run, marker = Run(tmp_path, {}), tmp_path / "late"
@@ -146,25 +153,62 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path, capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
+def planned(part, **options):
+    """The commands of a part, by stage."""
+    args = SimpleNamespace(device="cuda", quick=False, size=256, benchmarks="", built=False, stages="", part=part)
+    vars(args).update(options)
+    plan = gpu_check.Plan(args, 16, "9.0", Path("/scratch"), Path("/rows"))
+    stages = {}
+    for command in [*plan.build(), *plan.correctness(), *plan.shared_by_nccl(), *plan.timed()]:
+        stages.setdefault(command.stage, []).append(command)
+    return stages
+
+
 def test_the_plan_leaves_no_cuda_test_and_no_kernel_out():
-    args = SimpleNamespace(device="cuda", quick=False, size=256, benchmarks="", built=False, stages="")
-    plan = gpu_check.Plan(args, 16, "9.0", Path("/scratch"))
-    (build,), commands = plan.build(), plan.correctness() + plan.timed()
-    stages = {stage: [c for c in commands if c.stage == stage] for stage in {c.stage for c in commands}}
-    words = [word for command in commands for word in command.argv]
+    first, second = planned(1), planned(2)
+    assert set(first) & set(second) == {"build"}
+    stages = first | second
+    words = [word for commands in stages.values() for command in commands for word in command.argv]
     assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
     modules = [word for word in words if word.startswith(("benchmarks.", "tests."))]
     assert len(modules) > 20 and all(importlib.util.find_spec(module) for module in modules)
-    own = {file for each in gpu_check.OWN_STAGES.values() for file in each}
+    own = {file for stage in gpu_check.STAGES.values() for file in stage.files}
     assert own <= set(gpu_check.cuda_tests()) <= own | set(stages["kernels"][0].argv)
     assert {c.environment["TP_EXT_SHARD"] for c in stages["kernels"]} == {f"{i}/8" for i in range(8)}
     assert all(c.environment["TP_EXT_REQUIRE_CUDA"] == "1" for c in stages["kernels"])
-    names = {command.name for command in stages["benchmarks"]}
-    assert {"bias_act", "norm", "vocab_cross_entropy"} <= names and "train" not in names
-    assert {command.name for command in stages["benchmarks, checked"]} == names
-    assert build.environment["TORCH_CUDA_ARCH_LIST"] == "9.0" and gpu_check.TIMED <= 540
-    args.stages = "graphs"
-    assert {command.stage for command in plan.correctness() + plan.timed()} == {"graphs"}
+    names = [command.name for command in stages["benchmarks"]]
+    assert {"bias_act", "norm", "vocab_cross_entropy"} <= set(names) and "train" not in names
+    assert {command.name for command in stages["benchmarks, checked"]} == set(names)
+    assert set(names[: len(gpu_check.NEW)]) == set(gpu_check.NEW)  # no GPU has run them: first
+    assert first["build"][0].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert set(planned(1, stages="graphs")) == {"build", "graphs"} and set(planned(2, stages="graphs")) == {"build"}
+
+
+def test_the_parts_end_in_time():
+    """Seven minutes each, the report and the end of what runs included."""
+    ends = [gpu_check.BUILD, gpu_check.CORRECT[1], gpu_check.SHARED_BY_NCCL[1], gpu_check.TIMED]
+    assert ends == sorted(ends) and max(*ends, *gpu_check.SHARED_BY_NCCL.values()) <= 415
+    assert gpu_check.BUILD < gpu_check.CORRECT[2] < gpu_check.SHARED_BY_NCCL[2]
+
+
+def test_ranks_of_nccl_share_the_gpu_with_deadlines():
+    """Both of torch's NCCL backends; without a GPU the same tests run over gloo."""
+    stages = planned(1) | planned(2)
+    shared = {name: stage for name, (stage, *_) in stages.items() if "NCCL_MULTI_RANK_GPU_ENABLE" in stage.environment}
+    assert set(shared) == {
+        "NCCL ranks",
+        "symmetric memory",
+        "NCCL ranks, other backend",
+        "NCCL ranks, all modules",
+    }
+    for name, stage in shared.items():
+        assert stage.environment["TP_EXT_RANKS_BACKEND"] == "cpu:gloo,cuda:nccl"
+        assert float(stage.environment["TP_EXT_RANKS_SECONDS"]) < gpu_check.ONE_OF_NCCL
+        assert stage.environment.get("TORCH_DIST_USE_NCCL2") == ("0" if "other" in name else None)
+        assert "--maxfail=3" in stage.argv
+    assert "TP_EXT_RANKS_BACKEND" not in stages["ranks on one GPU"][0].environment
+    on_cpu = planned(1, device="cpu")["NCCL ranks"][0]
+    assert "TP_EXT_RANKS_BACKEND" not in on_cpu.environment and not on_cpu.note
 
 
 def test_cuda_tests_are_found_by_their_marks():
@@ -183,26 +227,59 @@ FIELDS = {"commit", "gpu", "driver", "arch", "cpu", "cuda", "torch", "python", "
 ROW = {"kernel", "case", "pass", "shape", "dtype", "bytes", "ms", "gb_per_s", "copy_ms", "share_of_copy", "extra_bytes"}
 
 
-def test_a_dry_run_writes_every_field(tmp_path, monkeypatch):
-    argv = ["--device", "cpu", "--quick", "--benchmarks", "rope", "--out", str(tmp_path)]
-    argv += ["--stages", "^kernels|^benchmarks$|memcheck"]
+def dry_run(folder, monkeypatch, *options):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    ended = subprocess.run(
-        [sys.executable, "-m", gpu_check.__name__, *argv], timeout=250, capture_output=True, text=True
-    )
+    argv = [sys.executable, "-m", gpu_check.__name__, "--device", "cpu", "--quick", "--out", str(folder), *options]
+    ended = subprocess.run(argv, timeout=280, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    results = saved(tmp_path)
+    return ended.stdout, saved(folder)
+
+
+def test_a_dry_run_writes_every_field(tmp_path, monkeypatch):
+    """The rows of a family that was measured on a GPU, and those of one that was not."""
+    stages = "^new|^NCCL ranks$|^symm|^benchmarks$|memcheck"
+    output, results = dry_run(tmp_path, monkeypatch, "--benchmarks", "rope|tree_total", "--stages", stages)
     assert set(results) == FIELDS | {"rows", "goals"} and results["gpu"] is None and results["cpu"]
     status = {command["stage"]: command["status"] for command in results["commands"]}
-    assert status == {"build": "not run", "memcheck": "not run", "kernels": "passed", "benchmarks": "passed"}
-    assert all(command["passed"] > 0 for command in results["commands"] if command["stage"] == "kernels")
+    not_run = dict.fromkeys(["build", "memcheck", "symmetric memory"], "not run")
+    assert status == not_run | dict.fromkeys(["new kernels", "NCCL ranks", "benchmarks"], "passed")
+    assert all(
+        command["passed"] > 0
+        for command in results["commands"]
+        if command["stage"] in gpu_check.STAGES and command["status"] == "passed"
+    )
     rows = results["rows"]
-    assert {row["case"] for row in rows} == {
+    assert {row["case"] for row in rows} == {"root of 8", "columns"} | {
         f"{k} {w}" for k in ("half", "interleaved", "batch", "packed") for w in ("fwd", "bwd", "fwd+bwd")
     }
     assert all(set(row) == ROW | {"peers_ms"} and row["ms"] > 0 and row["bytes"] > 0 for row in rows)
-    assert all(set(row["peers_ms"]) == {"torch eager"} for row in rows)
-    assert "rope" in ended.stdout and "not measured" in ended.stdout
+    assert all("torch eager" in row["peers_ms"] for row in rows)
+    assert "rope" in output and "not measured" in output
+
+
+def test_a_dry_run_of_the_second_part(tmp_path, monkeypatch):
+    _, results = dry_run(tmp_path, monkeypatch, "--part", "2", "--stages", "racecheck|NCCL ranks, other")
+    status = {command["stage"]: command["status"] for command in results["commands"]}
+    assert status == {"build": "not run", "racecheck": "not run", "NCCL ranks, other backend": "passed"}
+    assert results["rows"] == []
+
+
+def test_rows_are_kept_whatever_ends_the_run(tmp_path):
+    """A script that is killed in the middle of a line has left its earlier cases."""
+    run, code = (
+        Run(tmp_path, {}),
+        (
+            "import os, sys; from benchmarks.lib.report import append; from pathlib import Path\n"
+            "row = dict(case='x fwd', dtype='bfloat16', shape='8', bytes=8, ours_ms=1.0, gb_per_s=1.0, copy_ms=1.0,\n"
+            "           share_of_copy=1.0, extra_bytes=0, peer='torch eager', peer_ms=2.0)\n"
+            f"folder = Path({str(tmp_path / 'rows')!r}); append(folder, 'bench_norm', {{}}, [row])\n"
+            "print('x bwd,bfloat16', end='', file=open(folder / 'bench_norm.csv', 'a')); os.abort()"
+        ),
+    )
+    run.together([python("ends", code, environment={"PYTHONPATH": str(ROOT)})], 1, 60)
+    assert statuses(tmp_path) == {"ends": "failed"}
+    (row,) = saved(tmp_path)["rows"]
+    assert row["case"] == "x fwd" and row["peers_ms"] == {"torch eager": 2.0}
 
 
 def test_the_commit_is_named_without_git(monkeypatch):
