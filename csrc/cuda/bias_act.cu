@@ -28,7 +28,8 @@ struct CudaBiasAct {
           using Act = decltype(act);
           constexpr bool kBias = decltype(has_bias)::value;
           constexpr int N = decltype(width)::value;
-          const ColumnGrid grid = column_grid(rows, n, N);
+          const ColumnGrid grid =
+              forward_grid(rows, n, N, choose_launch<T>(Family::kColumnsForward, n));
           bias_act_forward_kernel<Act, kBias, N>
               <<<grid_of(grid), block_of(grid), 0, stream>>>(px, pb, py, rows, n);
         });

@@ -23,15 +23,16 @@ struct CudaGatedAct {
       const T *px = in<T>(x), *pb = bias.defined() ? in<T>(bias) : nullptr;
       T* const py = out<T>(y);
       dispatch_gated_activation(activation, [&](auto act) {
-        dispatch_shape<T>(pb != nullptr, vectorisable<T>(f, px, pb, py),
-                          [&](auto has_bias, auto width) {
-                            using Act = decltype(act);
-                            constexpr bool kBias = decltype(has_bias)::value;
-                            constexpr int N = decltype(width)::value;
-                            const ColumnGrid grid = column_grid(rows, f, N);
-                            gated_act_forward_kernel<Act, kBias, N>
-                                <<<grid_of(grid), block_of(grid), 0, stream>>>(px, pb, py, rows, f);
-                          });
+        dispatch_shape<T>(
+            pb != nullptr, vectorisable<T>(f, px, pb, py), [&](auto has_bias, auto width) {
+              using Act = decltype(act);
+              constexpr bool kBias = decltype(has_bias)::value;
+              constexpr int N = decltype(width)::value;
+              const ColumnGrid grid =
+                  forward_grid(rows, f, N, choose_launch<T>(Family::kColumnsForward, f));
+              gated_act_forward_kernel<Act, kBias, N>
+                  <<<grid_of(grid), block_of(grid), 0, stream>>>(px, pb, py, rows, f);
+            });
       });
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });

@@ -116,10 +116,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
 
 // The backward kernel for a row assigned to threads by `launch`
 template <typename T, typename W, bool kCentred>
-auto backward_kernel(bool cached, bool vectors, bool params) {
-  if (cached)
-    return params ? norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, true>
-                  : norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, false>;
+auto backward_kernel(const NormLaunch& launch, bool vectors, bool params) {
+  const auto keeping = [&](auto kept) {
+    return params ? norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, true>
+                  : norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, false>;
+  };
+  if constexpr (sizeof(T) == 2) {
+    if (launch.cached && launch.vectors == 1) return keeping(std::integral_constant<int, 1>());
+    if (launch.cached && launch.vectors == 2) return keeping(std::integral_constant<int, 2>());
+  }
+  if (launch.cached) return keeping(std::integral_constant<int, kNormCached>());
   return vectors ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
                  : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
 }
@@ -158,17 +164,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
     T* const to = dx_wanted ? out<T>(dx) : nullptr;
     const bool vectors =
         aligned<T, W>(n, {in<T>(x), in<T>(g), in<T>(g_sum), to}, in<W>(w), nullptr);
-    NormLaunch launch = norm_launch<T>(n, vectors);
+    const LaunchChoice tuned =
+        choose_launch<T>(kCentred ? Family::kLayerNormBackward : Family::kRmsNormBackward, n);
+    NormLaunch launch = norm_bwd_launch<T>(n, vectors, kCentred, tuned);
     if (!launch.cached && launch.groups > 1) launch.width = 32, launch.groups = 1;
     NormShared shared = {};
     if (!launch.cached) {
       shared = norm_shared<T>(n, launch.groups, 2, params ? sums : 0, shared_limit(x));
     }
-    // Enough blocks for 512 threads per multiprocessor: each costs a row of partial sums
-    const int64_t threads = launch.width * launch.groups;
-    const int64_t wanted = processors * std::max<int64_t>(1, kNormMaxThreads / threads);
-    const int64_t blocks = std::min((rows + launch.groups - 1) / launch.groups, wanted);
-    const auto kernel = backward_kernel<T, W, kCentred>(launch.cached, vectors, params);
+    const int64_t blocks = norm_bwd_grid(launch, rows, kCentred, processors, tuned);
+    const auto kernel = backward_kernel<T, W, kCentred>(launch, vectors, params);
     Tensor partial;
     if (params) {
       const auto acc = acc_options(x);

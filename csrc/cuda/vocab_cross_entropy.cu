@@ -32,7 +32,8 @@ struct CudaLoss {
     const c10::cuda::CUDAGuard guard(stats.device());
     dispatch_floating(rows.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
       using T = decltype(type);
-      const CeBlock block = ce_block<T>(args.vocab.local);
+      const CeBlock block =
+          ce_block<T>(args.vocab.local, choose_launch<T>(Family::kCeStats, args.vocab.local));
       ce_stats_kernel<<<ce_blocks(std::max<int64_t>(rows.count, 1), block),
                         dim3(block.threads, block.rows), 0, c10::cuda::getCurrentCUDAStream()>>>(
           in<T>(rows.tensor), rows.stride, rows.count, args.vocab.local, in<int64_t>(target),
@@ -70,7 +71,7 @@ struct CudaLoss {
     dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
       using T = decltype(type);
       using A = acc_t<T>;
-      const CeBlock block = ce_block<T>(x.width);
+      const CeBlock block = ce_block<T>(x.width, choose_launch<T>(Family::kCeBackward, x.width));
       ce_bwd_kernel<<<ce_blocks(x.count, block), dim3(block.threads, block.rows), 0,
                       c10::cuda::getCurrentCUDAStream()>>>(
           in<A>(given.grad), in<T>(x.tensor), x.stride, out<T>(dx.tensor), dx.stride, x.count,

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "launch_table.h"
 #include "scalar.h"
 
 namespace tp_ext {
@@ -23,10 +24,15 @@ struct ColumnGrid {
   int64_t row_blocks;  // blocks along rows = rows of partial sums
 };
 
-// A function of the shape alone, so that results are the same on every GPU. Up to 32 lanes along a
-// row (one or more whole sectors each), more where there are too few rows for the other threads;
-// along the rows enough blocks for a large GPU, each thread with at least 4 rows.
-inline ColumnGrid column_grid(int64_t rows, int64_t n, int vec) {
+// Blocks of a grid, at most. With sums: as many as 132 multiprocessors hold of 3 and of 5 blocks in
+// whole waves; 2048 of 5 were three waves and a tenth, in the time of four. Without sums each wave
+// may be small, and the last one hardly counts.
+constexpr int kSummedBlocks = 15 * 132, kForwardBlocks = 1 << 14;
+
+// With sums a function of the shape alone, so that results are the same on every GPU. Up to 32
+// lanes along a row (one or more whole sectors each), more where there are too few rows for the
+// other threads; along the rows enough blocks for a large GPU, each thread with at least 4 rows.
+inline ColumnGrid column_grid(int64_t rows, int64_t n, int vec, int blocks = kSummedBlocks) {
   const int64_t vecs = (n + vec - 1) / vec;
   ColumnGrid grid;
   grid.tx = 1;
@@ -35,11 +41,15 @@ inline ColumnGrid column_grid(int64_t rows, int64_t n, int vec) {
   grid.ty = kColumnThreads / grid.tx;
   grid.tiles = (vecs + grid.tx - 1) / grid.tx;
   if (grid.tiles < 1) grid.tiles = 1;
-  const int64_t wanted = (2048 + grid.tiles - 1) / grid.tiles;
+  const int64_t wanted = blocks / grid.tiles;
   const int64_t useful = (rows + 4 * grid.ty - 1) / (4 * grid.ty);
   grid.row_blocks = wanted < useful ? wanted : useful;
   if (grid.row_blocks < 1) grid.row_blocks = 1;
   return grid;
+}
+
+inline ColumnGrid forward_grid(int64_t rows, int64_t n, int vec, const LaunchChoice& tuned) {
+  return column_grid(rows, n, vec, tuned.blocks > 0 ? tuned.blocks : kForwardBlocks);
 }
 
 inline dim3 block_of(const ColumnGrid& grid) { return dim3(grid.tx, grid.ty); }
@@ -80,8 +90,10 @@ __global__ void __launch_bounds__(kColumnThreads)
                         int64_t n) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   acc_t<T> sum[1] = {0};
-  if (column < n)
+  if (column < n) {
+#pragma unroll 4  // loads in flight
     for (int64_t r = threadIdx.y; r < rows; r += blockDim.y) sum[0] += partial[r * n + column];
+  }
   block_column_sum(sum);
   if (threadIdx.y == 0 && column < n) out[column] = from_acc<T>(sum[0]);
 }

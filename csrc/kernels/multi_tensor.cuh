@@ -40,7 +40,7 @@ template <typename T>
 __global__ void __launch_bounds__(kListThreads)
     squared_norm_kernel(TensorList list, double* __restrict__ partial) {
   constexpr int kN = kVec<T>;
-  __shared__ double scratch[33];
+  __shared__ double scratch[32];
   const TensorChunk chunk = chunk_at(list, blockIdx.x);
   const T* const x = static_cast<const T*>(list.data[chunk.tensor]) + chunk.start;
   const bool aligned = aligned_to_vector(x);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kListThreads)
 // *total = sum of n partial sums; one block
 __global__ void __launch_bounds__(kSumThreads)
     sum_of_partials_kernel(const double* __restrict__ partial, int64_t n, double* total) {
-  __shared__ double scratch[33];
+  __shared__ double scratch[32];
   double sum = 0;
   for (int64_t i = threadIdx.x; i < n; i += blockDim.x) sum += partial[i];
   sum = block_reduce(sum, Sum{}, 0.0, scratch);

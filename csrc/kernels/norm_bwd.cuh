@@ -47,8 +47,7 @@ __device__ __forceinline__ Vec<T, kN> norm_reread(const Vec<T, kN>& v) {
   return result;
 }
 
-// The elements widened at once; LayerNorm, short of registers, does so one by one where it uses
-// them
+// The elements widened at once, or, where registers are short, one by one where they are used
 template <bool kAtOnce, typename T, int kN>
 __device__ __forceinline__ decltype(auto) norm_widen(const Vec<T, kN>& v) {
   if constexpr (kAtOnce)
@@ -76,7 +75,7 @@ __device__ __forceinline__ void norm_add_to(A* sums, int64_t i, const Vec<A, kN>
 // that it owns, and these are in shared memory or, zeros at entry, in partial itself. Launched with
 // 2 shared_row elements of T of shared memory and, with shared_sums, a row of A for each sum.
 template <typename T, typename W, bool kCentred, int kN, int kCached, bool kParams>
-__global__ void __launch_bounds__(kNormMaxThreads, 1)
+__global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
     norm_bwd_kernel(const T* __restrict__ grad, const T* __restrict__ x,
                     const T* __restrict__ grad_sum, const W* __restrict__ weight,
                     const acc_t<T>* __restrict__ means, const acc_t<T>* __restrict__ rstds,
@@ -84,9 +83,8 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
                     int64_t shared_row, bool shared_sums) {
   using A = acc_t<T>;
   constexpr int kSlots = kCached > 0 ? kCached : 1, kSumSlots = kParams ? kSlots : 1;
-  // LayerNorm's second sum leaves too few registers for a whole row of loads
-  constexpr bool kOverlap = kCached > 0 && !kCentred;
-  __shared__ A scratch[33];
+  constexpr bool kOverlap = norm_bwd_overlaps(kCached, kCentred);
+  __shared__ A scratch[64];
   __shared__ A shared[kCached > 0 && kParams ? kNormGroupThreads * kN : 1];
   T* const own_x = shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) : nullptr;
   T* const own_g = own_x + shared_row;
@@ -152,8 +150,12 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       }
     });
     if (dx == nullptr) continue;
-    const A mean_gw = kCentred ? norm_row_sum(sum_gw, scratch) / static_cast<A>(n) : A(0);
-    const A mean_gw_hat = norm_row_sum(sum_gw_hat, scratch) / static_cast<A>(n);
+    if constexpr (kCentred)
+      norm_row_sums(sum_gw, sum_gw_hat, scratch);
+    else
+      sum_gw_hat = norm_row_sum(sum_gw_hat, scratch);
+    const A mean_gw = kCentred ? sum_gw / static_cast<A>(n) : A(0),
+            mean_gw_hat = sum_gw_hat / static_cast<A>(n);
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
       Vec<T, kN> vx, vg, r;
       if constexpr (kCached > 0) {

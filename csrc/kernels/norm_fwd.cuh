@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
                     T* __restrict__ y, acc_t<T>* __restrict__ means, acc_t<T>* __restrict__ rstds,
                     int64_t rows, int64_t n, acc_t<T> eps, int64_t shared_row) {
   using A = acc_t<T>;
-  __shared__ A scratch[33];
+  __shared__ A scratch[32];
   T* const own =
       shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) + threadIdx.y * shared_row : nullptr;
   Vec<T, kN> kept[kCached > 0 ? kCached : 1];

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "launch_table.h"
 #include "norm.h"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -21,24 +22,71 @@ constexpr int kNormMaxThreads =
     512;  // leaves 128 registers per thread, for x, grad and the two sums
 constexpr int kNormGroupThreads = 256;
 
-// Assignment of a row to threads; the same for forward and backward
+// Assignment of a row to threads
 struct NormLaunch {
   int width, groups;  // the block
   bool cached;        // whether a row fits the registers, in whole vectors
+  int vectors;        // of the row per thread, if it does
 };
 
 template <typename T>
-inline NormLaunch norm_launch(int64_t n, bool aligned) {
+inline NormLaunch norm_launch(int64_t n, bool aligned, int kept = kNormCached) {
   const int64_t vectors = n / kVec<T>;
-  const bool cached = aligned && vectors <= kNormCached * kNormMaxThreads;
-  const int64_t wanted = cached ? (vectors + kNormCached - 1) / kNormCached : (n + 7) / 8;
+  const bool cached = aligned && vectors <= kept * kNormMaxThreads;
+  const int64_t wanted = cached ? (vectors + kept - 1) / kept : (n + 7) / 8;
   int width = 1;
   while (width < 32 && width < wanted) width *= 2;
   if (wanted > 32) {
     const int64_t whole = (wanted + 31) / 32 * 32;
     width = static_cast<int>(whole < kNormMaxThreads ? whole : kNormMaxThreads);
   }
-  return {width, width <= 32 ? kNormGroupThreads / width : 1, cached};
+  return {width, width <= 32 ? kNormGroupThreads / width : 1, cached, kept};
+}
+
+// In backward a thread of half types keeps 1, 2 or kNormCached vectors of x and of grad. Fewer mean
+// fewer registers, so more threads, but more of them for a row, which then sum through shared
+// memory. Blocks of kNormMaxThreads that must fit a multiprocessor, for __launch_bounds__:
+TP_HD constexpr int norm_bwd_blocks(int kept) { return kept == 1 ? 2 : 1; }
+// Threads of a multiprocessor: with two vectors LayerNorm has 96 registers and RMSNorm 72 (sm_90)
+TP_HD constexpr int norm_bwd_threads(int kept, bool centred) {
+  return kept == 2 ? (centred ? 640 : 896) : norm_bwd_blocks(kept) * kNormMaxThreads;
+}
+// Whether all of a row is loaded at once, then computed. With four vectors LayerNorm's second sum
+// leaves too few registers.
+TP_HD constexpr bool norm_bwd_overlaps(int kept, bool centred) {
+  return kept > 0 && (!centred || kept <= 2);
+}
+
+// Bytes that a multiprocessor must have requested so that memory is never idle: 4.3 TB/s times 700
+// ns over 132 multiprocessors
+constexpr int kBytesInFlight = 23 << 10;
+
+// The choice of the table if the row fits it; else the most vectors with enough bytes in flight
+template <typename T>
+inline NormLaunch norm_bwd_launch(int64_t n, bool aligned, bool centred,
+                                  const LaunchChoice& tuned) {
+  int kept = kNormCached;
+  if (sizeof(T) == 2) {
+    const auto in_flight = [&](int k) {
+      return norm_bwd_threads(k, centred) * (norm_bwd_overlaps(k, centred) ? k : 1) * 2 * kVecBytes;
+    };
+    const auto fits = [&](int k) { return n / kVec<T> <= k * kNormMaxThreads; };
+    while (kept > 1 && in_flight(kept) < kBytesInFlight && fits(kept / 2)) kept /= 2;
+    const int k = tuned.vectors;
+    if ((k == 1 || k == 2 || k == kNormCached) && fits(k)) kept = k;
+  }
+  return norm_launch<T>(n, aligned, kept);
+}
+
+// Blocks of the grid: what a multiprocessor holds, since each costs a row of partial sums
+inline int64_t norm_bwd_grid(const NormLaunch& launch, int64_t rows, bool centred, int processors,
+                             const LaunchChoice& tuned) {
+  const int threads = launch.width * launch.groups;
+  const int held =
+      norm_bwd_threads(launch.cached ? launch.vectors : kNormCached, centred) / threads;
+  const int64_t each = tuned.blocks > 0 ? tuned.blocks : held < 1 ? 1 : held;
+  const int64_t useful = (rows + launch.groups - 1) / launch.groups;
+  return useful < processors * each ? useful : processors * each;
 }
 
 // Storage of rows longer than the registers: `row` elements of T of shared memory for each row (0:
@@ -74,6 +122,13 @@ __device__ __forceinline__ A norm_row_sum(A x, A* scratch) {
   if (blockDim.x > 32) return block_reduce(x, Sum(), A(0), scratch);
   for (int lane = blockDim.x / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
   return x;
+}
+
+// The same of two sums; scratch holds 64 A's
+template <typename A>
+__device__ __forceinline__ void norm_row_sums(A& x, A& y, A* scratch) {
+  if (blockDim.x > 32) return block_sums(x, y, scratch);
+  x = norm_row_sum(x, scratch), y = norm_row_sum(y, scratch);
 }
 
 // Calls f(slot, i) for the vectors i = slot * kN of its row that this thread owns

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "launch_table.h"
 #include "reduce.cuh"
 #include "vec.cuh"
 #include "vocab_cross_entropy.h"
@@ -20,7 +21,10 @@ struct CeBlock {
   int threads, rows;
 };
 template <typename T>
-inline CeBlock ce_block(int64_t width) {
+inline CeBlock ce_block(int64_t width, const LaunchChoice& tuned = {}) {
+  if (tuned.threads == 32 && tuned.rows >= 1 && tuned.rows <= 16) return {32, tuned.rows};
+  if (tuned.threads > 32 && tuned.threads <= 512 && tuned.threads % 32 == 0 && tuned.rows == 1)
+    return {tuned.threads, 1};
   const int64_t warps = (width + 32 * kVec<T> - 1) / (32 * kVec<T>);
   if (warps <= 8) return {32, 8};
   return {static_cast<int>(warps > 16 ? 512 : 32 * warps), 1};
@@ -98,7 +102,7 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
                                 int64_t width = -1) {
   using A = acc_t<T>;
   constexpr int N = kVec<T>;
-  __shared__ A scratch[33];
+  __shared__ A scratch[32];
   // What the others compare travels with the rows: no collective of its own
   // [Note: ranks compare width and vocabulary in the exchange of the loss]
   if (width >= 0 && blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {

@@ -7,11 +7,16 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <array>
+#include <optional>
+#include <string>
+
 #include "autograd/blocks.h"
 #include "autograd/weight_gather.h"
 #include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "comm/counter.h"
+#include "launch_trial.h"
 #include "memory/keep_memory.h"
 #include "optim/newton_schulz.h"
 #include "python/planner.h"
@@ -73,6 +78,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("keep_memory", &tp_ext::memory::keep);
   m.def("keeps_memory", &tp_ext::memory::keeps);
   m.def("kept_bytes", &tp_ext::memory::kept_bytes);
+  m.def("try_launch", [](const std::string& family, std::optional<std::array<int, 4>> choice) {
+    if (!tp_ext::try_launch(family, choice))
+      throw pybind11::value_error("family: '" + family + "' is not in csrc/kernels/launch_table.h");
+  });
   m.def("orthogonalized", &tp_ext::orthogonalized,
         pybind11::call_guard<pybind11::gil_scoped_release>());
   tp_ext::simulate::bind(m);

@@ -111,10 +111,25 @@ struct Wanted {
 };
 
 template <typename T, typename W, bool kCentred>
-void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit) {
+auto kernel_of(const NormLaunch& shape, bool aligned, bool params) {
+  const auto keeping = [&](auto kept) {
+    return params ? norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, true>
+                  : norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, false>;
+  };
+  if constexpr (sizeof(T) == 2) {
+    if (shape.cached && shape.vectors == 1) return keeping(std::integral_constant<int, 1>());
+    if (shape.cached && shape.vectors == 2) return keeping(std::integral_constant<int, 2>());
+  }
+  if (shape.cached) return keeping(std::integral_constant<int, kNormCached>());
+  return aligned ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
+                 : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
+}
+
+template <typename T, typename W, bool kCentred>
+void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit, int vectors) {
   using A = acc_t<T>;
   const int64_t rows = c.rows, n = c.n;
-  NormLaunch shape = norm_launch<T>(n, c.aligned);
+  NormLaunch shape = norm_bwd_launch<T>(n, c.aligned, kCentred, {vectors});
   shape.cached &= c.fits;
   if (!shape.cached && shape.groups > 1) shape.width = 32, shape.groups = 1;
   const unsigned most = static_cast<unsigned>((rows + shape.groups - 1) / shape.groups);
@@ -122,11 +137,7 @@ void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit) {
   const int64_t sums = kCentred ? 2 : 1;
   NormShared shared = {};
   if (!shape.cached) shared = norm_shared<T>(n, shape.groups, 2, wanted.params ? sums : 0, limit);
-  auto kernel = norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, true>;
-  if (!wanted.params) kernel = norm_bwd_kernel<T, W, kCentred, kVec<T>, kNormCached, false>;
-  if (!shape.cached)
-    kernel = c.aligned ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
-                       : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
+  const auto kernel = kernel_of<T, W, kCentred>(shape, c.aligned, wanted.params);
   Tensor<A> mean(rows), rstd(rows);
   for (int64_t r = 0; r < rows; ++r) mean[r] = A(c.row[r].mean), rstd[r] = A(c.row[r].rstd);
   const auto [dx, dw, db] = run_in_every_order(c.name("backward"), [&] {
@@ -189,8 +200,29 @@ void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000, bool e
   static int turn = 0;
   for (int i = 0; i < (every ? 5 : 1); ++i, ++turn) {
     if (i < 4) forward(c, forwards[turn % 4].first, forwards[turn % 4].second);
-    backward(c, backwards[turn % 5].first, backwards[turn % 5].second);
+    const int vectors[] = {0, 1, 2, 4};  // by the rule, and every choice of the table
+    backward(c, backwards[turn % 5].first, backwards[turn % 5].second, vectors[turn % 4]);
   }
+}
+
+// What the rule chooses, and that a choice that does not fit a row is not taken
+void choices() {
+  using T = BFloat16;
+  current_case = "launches of the backward";
+  ++cases;
+  const auto vectors = [](int64_t n, bool centred, LaunchChoice tuned = {}) {
+    return norm_bwd_launch<T>(n, true, centred, tuned).vectors;
+  };
+  if (vectors(1024, true) != 2 || vectors(1024, false) != 4) wrong("the rule, 1024");
+  if (vectors(16384, true) != 4) wrong("a long row needs four vectors");
+  if (vectors(1024, true, {1}) != 1 || vectors(1024, false, {2}) != 2) wrong("a choice is lost");
+  if (vectors(8192, true, {1}) != 2 || vectors(1024, true, {3}) != 2) wrong("a choice is misread");
+  if (norm_bwd_launch<float>(1024, true, true, {1}).vectors != 4) wrong("fp32 has one kernel");
+  const NormLaunch wide = norm_bwd_launch<T>(1024, true, true, {1});
+  if (wide.width != 128 || wide.groups != 1) wrong("threads of a row");
+  if (norm_bwd_grid(wide, 1 << 20, true, 132, {}) != 132 * 8) wrong("blocks by registers");
+  if (norm_bwd_grid(wide, 1 << 20, true, 132, {0, 0, 0, 3}) != 132 * 3) wrong("blocks by choice");
+  if (norm_bwd_grid(wide, 5, true, 132, {}) != 5) wrong("blocks without rows");
 }
 
 template <typename T, typename W>
@@ -241,6 +273,7 @@ void vast_norm() {
 }
 
 int program(int, char**) {
+  choices();
 #ifdef EVERY_TYPE
   sizes<double, double>();
   both<Half, Half, true>(5, 24, 0);
