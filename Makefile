@@ -1,5 +1,5 @@
-# make demo | test | smoke | lint | docs | bench | gpu-check | cuda-check | wheels: each sets up what it needs, once, in
-# $(VENV) and next to the sources.
+# make demo | test | smoke | lint | docs | bench | gpu-check | gpu-tune | cuda-check | wheels: each sets up what it
+# needs, once, in $(VENV) and next to the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2# 3 are no faster on two cores. 0 runs the tests in pytest itself, for a debugger
 BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
+GPU_TUNE_ARGS ?=
 PART ?= 1
 BENCH_OUT ?= runs/bench
 
@@ -42,7 +43,7 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-3d test test-all smoke lint docs bench gpu-check cuda-check wheels wheels-check build clean FORCE
+.PHONY: help demo demo-3d test test-all smoke lint docs bench gpu-check gpu-tune cuda-check wheels wheels-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
@@ -55,6 +56,7 @@ help:
 	@echo 'make bench   runs every benchmark, tables and plots to $(BENCH_OUT) (BENCH_ARGS=--full takes longer)'
 	@echo 'make gpu-check  builds, tests what is new and times everything on a GPU in 7 minutes, results to runs/gpu_check;'
 	@echo '             PART=2: all other tests, 7 minutes, runs/gpu_check_2'
+	@echo 'make gpu-tune  times every launch of the kernels on a GPU in 6 minutes, writes csrc/kernels/launch_table.inc; then: make build'
 	@echo 'make cuda-check  compiles every CUDA kernel for several GPUs, prints its registers, fails on a spill'
 	@echo 'make wheels  builds a wheel for each of PYTHONS with a library for each of TORCHES, to dist/; make wheels-check tries them'
 	@echo 'make build   only compiles; the other targets do it when a source has changed'
@@ -100,6 +102,9 @@ bench: $(BUILT) $(STAMPS)/bench
 # It builds by itself, for the GPU that is there
 gpu-check: $(STAMPS)/torch-$(TORCH) $(STAMPS)/test
 	$(BIN)/python -m benchmarks.gpu.check --part $(PART) $(GPU_CHECK_ARGS)
+
+gpu-tune: $(BUILT) $(STAMPS)/test
+	$(BIN)/python -m benchmarks.gpu.tune $(GPU_TUNE_ARGS)
 
 cuda-check:
 	@$(PYTHON) -m tests.machine_code.check

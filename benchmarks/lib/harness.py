@@ -146,7 +146,8 @@ def _tensors(result: object) -> list[torch.Tensor]:
     return [t for item in result for t in _tensors(item)] if isinstance(result, (tuple, list)) else []
 
 
-def _compare(case: Case, peer: str) -> None:
+def compare(case: Case, peer: str) -> None:
+    """Raises if ours and the peer return other results."""
     ours, theirs = (_tensors(_prepared(case, call)) for call in (case.ours, case.peers[peer]))
     if not ours or len(ours) != len(theirs):
         raise AssertionError(f"{case.name}: {len(ours)} tensors, {peer} returns {len(theirs)}: cannot compare")
@@ -171,7 +172,7 @@ def _checked(case: Case) -> dict[str, Call]:
     peers = {}
     for peer, call in case.peers.items():
         try:
-            _compare(case, peer) if case.check is None else _prepared(case, call)
+            compare(case, peer) if case.check is None else _prepared(case, call)
         except Exception as error:
             if peer not in OPTIONAL:
                 raise

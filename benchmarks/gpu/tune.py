@@ -1,0 +1,233 @@
+"""Times every choice of the launch table on this GPU and writes the fastest ones: csrc/kernels/launch_table.inc.
+
+    make gpu-tune                                          # in at most 6 minutes, with the library that is built
+    python -m benchmarks.gpu.tune --device cpu --quick     # a dry run without a GPU: the table comes into the folder
+
+A choice is timed as the benchmarks are (CUDA events, cold L2 cache, medians, in turns with the rule, a copy and, for
+some widths, torch.compile), after its results were compared with the rule's. An entry is written where a choice is
+faster than the rule by more than noise. FOLDER/tune.json and the table are written after each width, what gains most
+first; entries of other architectures stay. The next build reads the table.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.check import ROOT, about, gpu
+from benchmarks.lib.harness import Case, compare, run, torch_peers
+from benchmarks.lib.timing import Call
+from tp_ext import _C, _ops
+
+TABLE = ROOT / "csrc" / "kernels" / "launch_table.inc"
+NAMES = {  # family -> its name in C++
+    "layer_norm_bwd": "kLayerNormBackward",
+    "rms_norm_bwd": "kRmsNormBackward",
+    "ce_stats": "kCeStats",
+    "ce_bwd": "kCeBackward",
+    "columns_fwd": "kColumnsForward",
+}
+Choice = tuple[int, int, int, int]  # vectors, threads, rows, blocks: csrc/kernels/launch_table.h
+NORM_CHOICES = [(vectors, 0, 0, blocks) for vectors in (1, 2, 4) for blocks in (0, 1, 2, 4, 8)]
+CE_CHOICES = [(0, 32, rows, 0) for rows in (1, 2, 4, 8, 16)] + [(0, t, 1, 0) for t in (64, 128, 256, 512)]
+COLUMN_CHOICES = [(0, 0, 0, 1 << power) for power in (11, 12, 13, 15)]
+GAIN = 1.02  # times as fast as the rule: less is noise
+COMPILED = (1024, 4096)  # widths at which the peer is timed, too: each costs torch.compile seconds
+PEER = "torch.compile"  # torch's operators as they are, in a dry run
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`make(device, dtype, rows, width)` -> our call, the call of torch's operators, bytes moved."""
+
+    family: str
+    width: int
+    dtype: torch.dtype
+    choices: Sequence[Choice]
+    make: Callable[[str, torch.dtype, int, int], tuple[Call, Call, int]]
+
+
+def norm_backward(centred: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    x, grad = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
+    params = [torch.randn(width, dtype=dtype, device=device).requires_grad_() for _ in range(2 if centred else 1)]
+    inputs = [x.requires_grad_(), *params]
+
+    def eager(x: Tensor, *params: Tensor) -> Tensor:
+        if centred:
+            return F.layer_norm(x, (width,), *params, eps=EPS)
+        return F.rms_norm(x, (width,), *params, eps=EPS)
+
+    def backward_of(forward: Callable[..., Tensor]) -> Call:
+        return _BackwardOf(forward, inputs, grad)
+
+    ours = partial(_ops.layer_norm if centred else _ops.rms_norm, eps=EPS)
+    return backward_of(ours), backward_of(torch_peers(eager, device).get("torch.compile", eager)), 3 * x.nbytes
+
+
+class _BackwardOf:
+    """The backward pass of one graph, made at the first call."""
+
+    def __init__(self, forward: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor | None) -> None:
+        self.forward, self.inputs, self.grad, self.y = forward, inputs, grad, None
+
+    def __call__(self) -> object:
+        if self.y is None:
+            self.y = self.forward(*self.inputs)
+        return torch.autograd.grad(self.y, self.inputs, self.grad, retain_graph=True)
+
+
+def cross_entropy(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    logits = torch.randn(rows, width, dtype=dtype, device=device)
+    target = torch.randint(width, (rows,), device=device)
+
+    def ours(x: Tensor) -> Tensor:
+        cut = ("", 0, width, width, -100, 0.0, 0.0)
+        return _ops.vocab_parallel_cross_entropy(x, target, *cut, "mean", False)
+
+    def eager(x: Tensor) -> Tensor:
+        return F.cross_entropy(x, target)
+
+    peer = torch_peers(eager, device).get("torch.compile", eager)
+    if not backward:
+        return partial(ours, logits), partial(peer, logits), logits.nbytes
+    leaf = [logits.requires_grad_()]
+    return _BackwardOf(ours, leaf, None), _BackwardOf(peer, leaf, None), 2 * logits.nbytes
+
+
+def columns(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    x, bias = torch.randn(rows, width, dtype=dtype, device=device), torch.randn(width, dtype=dtype, device=device)
+
+    def eager(x: Tensor, bias: Tensor) -> Tensor:
+        return F.silu(x + bias)
+
+    peer = torch_peers(eager, device).get("torch.compile", eager)
+    return partial(_ops.bias_act, x, bias, "silu"), partial(peer, x, bias), 2 * x.nbytes
+
+
+def subjects() -> Iterator[Subject]:
+    """What is furthest behind torch.compile first (docs/reference/kernels.md)."""
+    half, single = torch.bfloat16, torch.float32
+    for width in (1024, 4096, 128, 2048, 8192, 256, 512):
+        for centred, family in ((True, "layer_norm_bwd"), (False, "rms_norm_bwd")):
+            yield Subject(family, width, half, NORM_CHOICES, partial(norm_backward, centred))
+    for width in (1024, 4096, 32768, 131072, 2048, 8192, 16384, 50257):
+        for backward, family in ((False, "ce_stats"), (True, "ce_bwd")):
+            for dtype in (half, single) if width <= 8192 else (half,):
+                yield Subject(family, width, dtype, CE_CHOICES, partial(cross_entropy, backward))
+    for width in (1024, 4096, 16384):
+        for dtype in (half, single):
+            yield Subject("columns_fwd", width, dtype, COLUMN_CHOICES, columns)
+
+
+def trying(family: str, choice: Choice | None, call: Call) -> Call:
+    """The call, launched by this choice; None: by the rule alone."""
+
+    def tried() -> object:
+        _C.try_launch(family, choice or (0, 0, 0, 0))
+        try:
+            return call()
+        finally:
+            _C.try_launch(family, None)
+
+    return tried
+
+
+def measure(subject: Subject, device: str, size: int, seconds: float, turns: int) -> dict[str, Any]:
+    """The median of each choice, of the rule, of the peer and of a copy, in ms."""
+    torch.manual_seed(0)
+    rows = max(1, size // subject.dtype.itemsize // subject.width)
+    ours, peer, moved = subject.make(device, subject.dtype, rows, subject.width)
+    rule = trying(subject.family, None, ours)
+    calls = {str(choice): trying(subject.family, choice, ours) for choice in subject.choices}
+    alike = Case(f"{subject.family} {subject.width}", rule, calls)
+
+    def check() -> None:
+        for choice in calls:
+            compare(alike, choice)
+
+    timed = calls | ({PEER: peer} if subject.width in COMPILED else {})
+    case = Case(alike.name, rule, timed, check, moved, None, (rows, subject.width))
+    records = run([case], device, seconds, turns)
+    times: dict[str, float] = {str(record["peer"]): record["peer_ms"] for record in records}  # type: ignore[misc]
+    first: dict[str, Any] = records[0]
+    row = {"family": subject.family, "width": subject.width, "bytes": subject.dtype.itemsize, "shape": first["shape"]}
+    row |= {"rule_ms": first["ours_ms"], "copy_ms": first["copy_ms"], "peer_ms": times.pop(PEER, None)}
+    best = min(times, key=lambda choice: times[choice])
+    gains = first["ours_ms"] >= GAIN * times[best]
+    return row | {"choices_ms": times, "best": list(map(int, re.findall(r"\d+", best))) if gains else None}
+
+
+def entry(row: dict[str, Any], arch: int) -> str:
+    """A line of the table. The width is that of csrc/kernels/launch_table.h: its power of two, rounded up."""
+    width = (row["width"] - 1).bit_length()
+    choice = ", ".join(map(str, row["best"]))
+    return f"{{Family::{NAMES[row['family']]}, {row['bytes']}, {width}, {arch}, {{{choice}}}}},"
+
+
+def write_table(path: Path, rows: Sequence[dict[str, Any]], arch: int) -> None:
+    """Replaces the entries of what was measured on this architecture; the others stay."""
+    text = TABLE.read_text().splitlines()
+    comments = [line for line in text if line.startswith("//")]
+    measured = {entry(row | {"best": []}, arch).partition(" {}")[0] for row in rows}
+    entries = [line for line in text if line.startswith("{") and line.rpartition(" {")[0] not in measured]
+    entries += [entry(row, arch) for row in rows if row["best"]]
+    new = path.with_suffix(".new")
+    new.write_text("\n".join([*comments, *sorted(entries), ""]))
+    new.replace(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Finds the fastest launch of each family of kernels on this GPU.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run, with --quick")
+    parser.add_argument("--quick", action="store_true", help="one size, no figures to keep")
+    parser.add_argument("--families", default="", metavar="PATTERN", help="those whose name matches")
+    parser.add_argument("--size", type=int, help="MiB of the largest tensor (default: 256; --quick: 1)")
+    parser.add_argument("--seconds", type=float, default=330.0, help="no width is begun after as many")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_tune", metavar="FOLDER")
+    args = parser.parse_args(arguments)
+    found = gpu() if args.device == "cuda" else {}
+    if args.device == "cuda" and not found:
+        print(f"gpu-tune needs a CUDA GPU: torch {torch.__version__} sees none (CUDA {torch.version.cuda})")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    start, arch = time.monotonic(), int(found.get("arch", "0.0").replace(".", ""))
+    args.out.mkdir(parents=True, exist_ok=True)
+    table = TABLE if found else args.out / TABLE.name
+    results: dict[str, Any] = about(found, torch.get_num_threads()) | {"rows": [], "failed": {}, "left_out": []}
+    size = (args.size or (1 if args.quick else 256)) << 20
+    for subject in subjects():
+        name = f"{subject.family} {subject.width} {subject.dtype}"
+        if not re.search(args.families, subject.family):
+            continue
+        if time.monotonic() - start > args.seconds:
+            results["left_out"].append(name)
+        else:
+            try:
+                seconds, turns = (0.0, 1) if args.quick else (0.4, 10)
+                results["rows"].append(measure(subject, args.device, size, seconds, turns))
+                write_table(table, results["rows"], arch)
+                row = results["rows"][-1]
+                print(name, *(f"{key} {row[key]}" for key in ("rule_ms", "copy_ms", "peer_ms", "best")), flush=True)
+            except Exception as error:  # the others are measured, too
+                results["failed"][name] = repr(error)
+                print(f"{name}: FAILED {error!r}", flush=True)
+        results["seconds"] = round(time.monotonic() - start, 1)
+        (args.out / "tune.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{len(results['rows'])} widths, {len(results['left_out'])} left out: {args.out / 'tune.json'}, {table}")
+    return 1 if results["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
