@@ -6,6 +6,7 @@ import pytest
 
 from tests.machine_code import check
 from tests.machine_code.instances import INSTANCES
+from tests.machine_code.loops import loops
 
 NVCC = check.find_nvcc()
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
@@ -42,3 +43,13 @@ def test_local_memory_is_found(tmp_path):
     bad = check.Instance("bad", "bad_kernel", ("float",), 256, "float")
     (usage,) = check.compile_header(NVCC, "bad", check.known_archs(NVCC)[0], [bad], tmp_path)
     assert usage.spills and usage.stack >= 128 and not check.waived(usage)
+
+
+def test_loops_are_found_in_machine_code():
+    """A jump back ends a loop, one ahead does not; predicated and wide accesses count, padding does not."""
+    lines = ["MOV R1, R2", "LDG.E.128.CONSTANT R4, [R2.64]", "@!P0 LDG.E.U16 R8, [R2.64]", "@P1 BRA 0x60"]
+    lines += ["FADD R1, R4, R5", "FADD R1, R1, R5", "STG.E [R2.64], R1", "@P2 BRA 0x10", "EXIT", "NOP"]
+    sass = "\n".join(f"        /*{16 * i:04x}*/   {text} ;   /* 0x{i:016x} */" for i, text in enumerate(lines))
+    whole, loop = loops(sass)
+    assert (whole.instructions, loop.instructions) == (9, 7)
+    assert (loop.loaded, loop.stored) == (18, 4) and loop.most["FADD"] == 2 and loop.most["LDG"] == 2
