@@ -168,8 +168,8 @@ STATES: dict[str, tuple[Change, str]] = {
     "another pointwise": (lambda m: setattr(m, "act", nn.SiLU()), RIGHT),
     "module inside": (lambda m: m.last.__setitem__(1, nn.Softmax(-1)), "last.1 is torch.*Softmax"),
     "layer": (lambda m: setattr(m, "up", nn.Linear(WIDTH, 64).double()), "up has been replaced"),
-    "block": (lambda m: setattr(m, "last", nn.Identity()), "last has been replaced"),
-    "wrapped layer": (lambda m: setattr(m, "up", nn.Sequential(m.up, nn.Softmax(-1))), "up has been replaced"),
+    "block": (lambda m: setattr(m, "last", nn.Identity()), RIGHT),
+    "wrapped layer": (lambda m: setattr(m, "up", nn.Sequential(m.up, nn.Softmax(-1))), "up is torch.*Sequential"),
     "forward hook": (lambda m: m.up.register_forward_hook(lambda m, a, o: o.softmax(-1)), "up._forward_hooks"),
     "hook by keyword": (
         lambda m: m.act.register_forward_hook(lambda m, a, k, o: _normed(o), with_kwargs=True),

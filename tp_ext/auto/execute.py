@@ -41,6 +41,7 @@ from tp_ext.auto.modules.token_hooks import (
     TokenBoundary,
     TokenLengths,
 )
+from tp_ext.auto.moved import keep_names
 from tp_ext.auto.record.edits import Copy
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
@@ -69,7 +70,10 @@ def apply_quietly(
     reference = reference_of(plan, model) if verify else None
     before = before_edits(model)
     if parallel.size > 1 or plan.invariant_blocks is not None:
-        structure = structure_of(model) if plan.shardings and plan.example is not None else None
+        structure = None
+        if plan.shardings and plan.example is not None:
+            keep_names(model)
+            structure = structure_of(model)
         with using_blocks(plan.invariant_blocks):
             _Applied(plan, model, parallel).apply()
         if structure is not None:

@@ -8,10 +8,8 @@ what the model does."""
 from __future__ import annotations
 
 import collections
-import dataclasses
-import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,34 +18,31 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._pytree import tree_leaves
 
 from tp_ext.auto.module_state import (
-    FUNCTIONS,
     HOOKS,
-    PLAIN,
     SHARED,
     Baseline,
     Path,
     StatePlace,
     StateWatch,
-    Synced,
     is_hidden,
-    is_inside,
-    replaced_modules,
     sentence,
-    text_of,
 )
-from tp_ext.auto.modules.call_edits import CallEdits, begin_call
+from tp_ext.auto.modules.call_edits import begin_call
+from tp_ext.auto.moved import gone_modules, moved, refuse_copies
 from tp_ext.auto.plan_again import plan_again
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply
+from tp_ext.auto.record.edits import CallEdits
 from tp_ext.auto.record.flow import CallFlow, flow_of, is_number, on_meta
 from tp_ext.auto.record.forwards import named_arguments
 from tp_ext.auto.record.numbers import ReadNumbers
 from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan, example_for
+from tp_ext.auto.signature import signature, values_without_lengths
+from tp_ext.auto.synced import Synced
 from tp_ext.auto.traced_calls import look_while_traced
 from tp_ext.group import ParallelGroup
 
@@ -68,53 +63,6 @@ def structure_of(model: nn.Module) -> nn.Module:
                 new.__dict__.update(tensor.__dict__)
         memo.update((id(buffer), buffer) for buffer in module._buffers.values() if buffer is not None)
     return copied_model(model, memo)
-
-
-def signature(named: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], list[str]]:
-    """What code may branch on, of the arguments of a call.
-
-    Returns:
-        The kinds of the arguments, with the values of those that are no numbers. All numbers, and the lengths of
-        tensors. The names of arguments of which not all is known, such as a cache; then without lengths, of which there
-        are others in each call of a decoding.
-    """
-    values: list[Any] = []
-    opaque: list[str] = []
-    kinds = []
-    for name, value in named.items():
-        unknown: list[str] = []
-        kinds.append((name, _kind(value, values, unknown)))
-        opaque += [name] if unknown else []
-    if opaque:
-        values.clear()
-        kinds = [(name, _kind(value, values, [], lengths=False)) for name, value in named.items()]
-    return tuple(kinds), tuple(values), opaque
-
-
-def _kind(value: Any, values: list[Any], opaque: list[str], lengths: bool = True) -> Any:
-    if isinstance(value, Tensor):
-        if lengths:
-            values.extend(value.shape)
-        return value.dim(), value.dtype
-    if isinstance(value, PLAIN) and not is_number(value):
-        return type(value).__name__, value
-    if is_number(value):
-        values.append(value)
-        return type(value).__name__
-    inner: Any = None
-    if isinstance(value, Mapping):
-        inner = value
-    elif dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
-        inner = vars(value)
-    # Exact types: a subclass may be a cache, which holds more than its items
-    elif type(value) in (list, tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return type(value).__name__, tuple(_kind(x, values, opaque, lengths) for x in value)
-    if inner is not None:
-        return type(value).__name__, tuple((str(k), _kind(x, values, opaque, lengths)) for k, x in inner.items())
-    if isinstance(value, (*FUNCTIONS, slice, set, frozenset)):
-        return text_of(value) if not isinstance(value, slice) else repr(value)
-    opaque.append("")
-    return type(value).__name__
 
 
 @dataclass
@@ -241,7 +189,8 @@ class Guard:
         if watch is not None and watch.is_unchanged():
             return changes
         watch = StateWatch(module, self.ignored or ())
-        changes = self.base.changes(watch)
+        refuse_copies(watch)
+        changes = self.base.changes(watch, by_values=self.plan.proof == "values")
         if changes and self.ignored is None:
             self.ignored = self.set_by_forward()
             return self.changes(module)
@@ -300,10 +249,10 @@ class Guard:
         for holds, edits in self.regions.get(group, ()):
             if holds(values):
                 return edits, None
-        self.refuse_replaced(changes)
-        self.convert_as(module)
-        hidden = tuple(item for item in changes.items() if is_hidden(item[0]))
         watch = self.watches[module][0]
+        self.convert_as(watch)
+        # What a flow does not show: gradients, and which module stands where, with the hooks that it has
+        hidden = tuple((path, text) for path, text in changes.items() if is_hidden(path) or path[1] == "_modules")
         if not any(path[-1] == "training" for path in changes):
             with Synced(self.structure, watch, {}, self.base):
                 self.know_example(tuple(watch.modes.values()))
@@ -313,14 +262,17 @@ class Guard:
             except Exception:  # of any type: of the model's code, on which the proof has a sentence
                 if in_part:
                     return None, None
-                return self.prove(on_meta(example, integers=False), changes, None, hidden), None
+                return self.prove(on_meta(example, integers=False), changes, None, hidden)[0], None
             fixed = kinds, values_without_lengths(example), state, flow.numbers
             example = on_meta(example, flow.read)
             known = self.known(flow, hidden, fixed)
-            edits = self.prove(example, changes, flow, hidden) if known is None else known.edits
+            proven = (known.edits, True) if known is not None else self.prove(example, changes, flow, hidden)
+            edits, is_general = proven
+            if not is_general:
+                return edits, flow.read
             if known is None or flow.read is None:
-                proven = ProvenCall(flow.sizes, fixed, torch.is_grad_enabled(), edits)
-                self.flows.setdefault((flow.calls, hidden), []).append(proven)
+                proven_call = ProvenCall(flow.sizes, fixed, torch.is_grad_enabled(), edits)
+                self.flows.setdefault((flow.calls, hidden), []).append(proven_call)
             self.records[group] += 1
             if self.records[group] > FEW_RECORDS and not in_part and flow.read is None:
                 regions = [(holds, edits) for holds in region_of(self.structure, example, flow)]
@@ -340,18 +292,6 @@ class Guard:
             )
         self.number_proofs += 1
 
-    def refuse_replaced(self, changes: dict[Path, str]) -> None:
-        """Raises RuntimeError if a module has been replaced that had shards, hooks or integers of the plan."""
-        plan = self.plan
-        edits: list[Any] = [*plan.copies, *plan.sums, *plan.slices, *plan.tokens, *plan.draws]
-        owners = [name.rpartition(".")[0] for name in (*plan.shardings, *plan.buffers)]
-        edited = {*owners, *plan.roles, *plan.patches, *plan.sizes, *(edit.module for edit in edits)}
-        for name in replaced_modules(changes):
-            if inner := next((other for other in sorted(edited) if is_inside(other, name)), None):
-                raise RuntimeError(
-                    f"model: {name} has been replaced, and the plan has changed {inner}: plan the model anew"
-                )
-
     def know_example(self, modes: tuple[bool, ...]) -> None:
         """Records the flow of the plan's example, once for each mode."""
         if modes in self.modes:
@@ -363,10 +303,24 @@ class Guard:
         kinds, _, _ = signature({"args": args, **kwargs} if named is None else named)
         try:
             flow = flow_of(self.structure, example)
+            # A plan without proofs may have been made in the other mode
+            if not self.plan.proofs and flow.calls != self.flow_in_other_mode(example).calls:
+                return
         except Exception:  # of any type: each call is proven then
             return
         fixed = kinds, values_without_lengths(example if named is None else named), (), flow.numbers
         self.flows.setdefault((flow.calls, ()), []).append(ProvenCall(flow.sizes, fixed, with_gradients=True))
+
+    def flow_in_other_mode(self, example: Any) -> CallFlow:
+        """The flow of the plan's example with every module in the mode in which it is not."""
+        modules = [*self.structure.modules()]
+        try:
+            for module in modules:
+                module.training ^= True
+            return flow_of(self.structure, example)
+        finally:
+            for module in modules:
+                module.training ^= True
 
     def known(self, flow: CallFlow, hidden: Any, fixed: Any) -> ProvenCall | None:
         """Returns the proven call whose flow is this: with the same integers, or with others since only lengths
@@ -377,12 +331,14 @@ class Guard:
                 return known
         return None
 
-    def convert_as(self, module: nn.Module) -> None:
+    def convert_as(self, watch: StateWatch) -> None:
         """Gives the structure the types that the parameters and buffers of the sharded model have by now."""
-        for of in (nn.Module.named_parameters, nn.Module.named_buffers):
-            types = {name: tensor.dtype for name, tensor in of(module)}
-            for name, tensor in of(self.structure):
-                tensor.data = tensor.data.to(types.get(name, tensor.dtype))  # in place: tied ones stay tied
+        for name, module in self.structure.named_modules():
+            for table in ("_parameters", "_buffers") if name in watch.modules else ():
+                held = vars(watch.modules[name])[table]
+                for key, tensor in vars(module)[table].items():
+                    if tensor is not None and held.get(key) is not None:
+                        tensor.data = tensor.data.to(held[key].dtype)  # in place: tied ones stay tied
 
     def refuse_partial_gradients(self, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError if an argument wants a gradient that would be this rank's part of it."""
@@ -400,8 +356,10 @@ class Guard:
                     f"{name} requires a gradient"
                 )
 
-    def prove(self, example: Any, changes: dict[Path, str], flow: CallFlow | None, hidden: Any) -> CallEdits | None:
-        """Plans the structure with these arguments, and compares; returns what the call does otherwise.
+    def prove(
+        self, example: Any, changes: dict[Path, str], flow: CallFlow | None, hidden: Any
+    ) -> tuple[CallEdits | None, bool]:
+        """Plans the structure with these arguments, and compares, as :func:`plan_again`.
 
         By shapes alone where the same functions were proven by values with several other numbers.
 
@@ -419,8 +377,10 @@ class Guard:
                 self.count_proof(flow.read)
         if changes:
             advice = f"{sentence(changes)}: plan it so"
+        if gone := min(gone_modules(self.plan, self.structure), default=""):
+            advice = f"{gone} has been replaced or removed, which the plan has changed: plan the model anew"
         try:
-            return plan_again(self.plan, self.structure, example, self.apply, by_values)
+            return plan_again(moved(self.plan, self.structure), self.structure, example, self.apply, by_values)
         except ValueError as error:
             raise RuntimeError(f"model: {advice}; {error}") from error
 
@@ -438,11 +398,6 @@ def region_of(structure: nn.Module, example: Any, flow: CallFlow) -> list[Callab
         return []
     same = (symbolic.calls, symbolic.sizes) == (flow.calls, flow.sizes)
     return [symbolic.holds] if same and symbolic.holds is not None else []
-
-
-def values_without_lengths(example: Any) -> tuple[Any, ...]:
-    """The numbers among arguments."""
-    return tuple(leaf for leaf in tree_leaves(arguments(example)) if is_number(leaf))
 
 
 def _autocast() -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ where that differs the places are described by texts, and compared with those at
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import enum
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 
-from tp_ext.auto.proof.copies import copied_value
-from tp_ext.auto.record.machinery import FUNCTIONS, MACHINERY, is_of, is_of_machinery
+from tp_ext.auto.record.machinery import FUNCTIONS, MACHINERY, is_of
 from tp_ext.auto.record.reachable import names_in
 
 Path = tuple[str, ...]  # a module's name, or SHARED, and where in it
@@ -35,9 +34,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # Ours, and notes of libraries on what they have done to this object, which its structure has not had
 # tp_layouts: a plan declares them, and a copy that was read from a file has them in other objects
-INTERNAL = {*vars(nn.Module()), "save_pretrained", "tp_call", "tp_edited", "tp_ext_plan", "tp_layouts", "tp_shardings",
-            "_is_hf_initialized", "_is_torch_compile", "_output_capturing_hooks_installed", "_compile_kwargs",
-            "generate", "resize_token_embeddings"}  # fmt: skip
+PARAMETRIZED = "parametrizations"
+NAME = "tp_place"  # of a module: that which it had when the plan was applied
+NEW = " (new)"  # the end of the name of a module that has come since
+INTERNAL = {*vars(nn.Module()), NAME, "save_pretrained", "tp_call", "tp_edited", "tp_ext_plan", "tp_layouts",
+            "tp_shardings", "_is_hf_initialized", "_is_torch_compile", "_output_capturing_hooks_installed",
+            "_compile_kwargs", "generate", "resize_token_embeddings"}  # fmt: skip
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module that a wrapper of torch has
 LIBRARIES = ("torch", "tp_ext", "transformers", "accelerate", "builtins", "collections", "functools", "einops")
 DEPTH = 4  # of plain objects and dicts inside of an attribute
@@ -70,34 +72,51 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     return f"a {type(value).__qualname__}"
 
 
+def is_layer(module: nn.Module) -> bool:
+    """True for a layer of ours, also with parametrizations, of which it has taken none that does not fit its shards."""
+    cls = type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
+    return is_of(cls, ("tp_ext",))
+
+
 def class_text(module: nn.Module) -> str:
     """What a module computes, by its class's forward: classes that wrap it, such as FSDP2's, inherit that."""
     forward = type(module).forward
-    return "tp_ext" if is_of(module, ("tp_ext",)) else f"{forward.__module__}.{forward.__qualname__}"
+    return "tp_ext" if is_layer(module) else f"{forward.__module__}.{forward.__qualname__}"
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside of wrappers of torch, which compile it or compute it again in backward."""
     while inner := next((module._modules[n] for n in WRAPPED if module._modules.get(n) is not None), None):
         module = inner
     return module
 
 
-def named_modules(model: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model by the names that they have without wrappers."""
-    seen, model = set() if seen is None else seen, _unwrapped(model)
-    if id(model) in seen:
-        return
-    seen.add(id(model))
-    yield name, model
-    for child, module in model._modules.items():
-        if module is not None:
-            yield from named_modules(module, f"{name}.{child}" if name else child, seen)
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by the names that they had when its plan was applied, wherever they are by now; those that
+    have come since by that which they have without wrappers of torch, and ``NEW``."""
+    modules: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    end = NEW if any(NAME in vars(module) for module in model.modules()) else ""
+
+    def walk(name: str, module: nn.Module) -> None:
+        module = unwrapped(module)
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        known = vars(module).get(NAME, f"{name}{end}" if name else "")
+        modules[f"{name}{end}" if known in modules else known] = module
+        for child, inner in module._modules.items():
+            if inner is not None:
+                walk(f"{name}.{child}" if name else child, inner)
+
+    walk("", model)
+    return modules
 
 
 def hook_text(hook: Any) -> str:
-    """A hook as a text; "": it is of a library, and changes no numbers."""
-    return "" if is_of_machinery(hook) else text_of(hook)
+    """A hook as a text; "": it is of a library, and changes no numbers: what computes a parameter from others by
+    ``torch.nn.utils`` takes none that is a shard, but for masks of elements."""
+    return "" if is_of(hook, MACHINERY) else text_of(hook)
 
 
 class StateWatch:
@@ -109,7 +128,8 @@ class StateWatch:
         self.getters: list[Callable[[Any], Iterable[Any]]] = []
         self.holders: list[Any] = []
         self.seen: set[int] = set()
-        self.modules = dict(named_modules(model))
+        self.modules = named_modules(model)
+        self.names = {id(module): name for name, module in self.modules.items()}
         self.modes = {name: module.training for name, module in self.modules.items()}
         self.trainable: dict[Path, StatePlace] = {
             (name, key, "requires_grad"): StatePlace(str(p.requires_grad), module, key)
@@ -152,11 +172,13 @@ class StateWatch:
     def add_module(self, name: str, module: nn.Module) -> None:
         for child, inner in module._modules.items():
             if inner is not None:
-                self.places[name, "_modules", child] = StatePlace(class_text(_unwrapped(inner)), module._modules, child)
+                inner = unwrapped(inner)
+                text = f"{class_text(inner)} {self.names[id(inner)]}"
+                self.places[name, "_modules", child] = StatePlace(text, module._modules, child)
         self.add(dict.values, module._modules)
         for hooks in HOOKS:
             self.add_hooks((name, hooks), vars(module), hooks)
-        if is_of(module, ("tp_ext",)):  # its own attributes are no business of the model's code
+        if is_layer(module):  # its own attributes are no business of the model's code
             self.add(operator.itemgetter("training", "training"), vars(module))
             return
         self.add_holder((name,), vars(module), 0, INTERNAL)
@@ -172,10 +194,13 @@ class StateWatch:
         if id(holder) in self.seen:
             return
         self.seen.add(id(holder))
-        names = ["training"] if not depth else []
+        names, parameters = ["training"] if not depth else [], holder.get("_parameters", ()) if not depth else ()
         for key, value in holder.items():
             inner_path = (*path, str(key))
             if key in internal or inner_path in self.ignored or (key == "forward" and path == ("",)):
+                continue
+            # By weight_norm or a mask, of parameters
+            if isinstance(value, Tensor) and any(f"{key}_{end}" in parameters for end in ("orig", "v")):
                 continue
             if key == "forward" and is_of(value, MACHINERY):
                 continue
@@ -274,19 +299,30 @@ class Baseline:
         watch = StateWatch(model)
         return cls(_texts(watch.places), watch.modes, _texts(watch.trainable))
 
-    def changes(self, watch: StateWatch) -> dict[Path, str]:
-        """What has changed, with what it is now; "": it is gone."""
+    def changes(self, watch: StateWatch, by_values: bool) -> dict[Path, str]:
+        """What has changed, with what it is now; "": it is gone.
+
+        Args:
+            by_values: the plan was proven by values, in train and in eval mode.
+        """
         now = _texts(watch.places)
         changed = {p: now.get(p, "") for p in {*now, *self.texts} if now.get(p) != self.texts.get(p)}
-        changed = {path: text for path, text in changed.items() if path not in watch.ignored}
-        modules = {path: text for path, text in changed.items() if path[1] == "_modules"}
-        # Our adapters and quantized layers stand for what they were made of, a new module for all that it has
-        names = replaced_modules(modules)
-        changed = {
-            path: text
-            for path, text in changed.items()
-            if not any(is_inside(path[0], name) for name in names) and not (path in modules and text == "tp_ext")
-        }
+        # Our adapters and quantized layers stand for what they were made of
+        layers = [(name, module) for name, module in watch.modules.items() if is_layer(module)]
+        ours = [name.removesuffix(NEW) for name, _ in layers if name.endswith(NEW)]
+        ours += [
+            watch.names[id(m._modules[PARAMETRIZED])].removesuffix(NEW) for _, m in layers if PARAMETRIZED in m._modules
+        ]
+
+        def matters(path: Path, text: str) -> bool:
+            name = path[0]
+            if path in watch.ignored or (name not in watch.modules and name != SHARED):  # gone with its module
+                return False
+            new = text.rpartition(" ")[0].rpartition(" ")[2] if path[1] == "_modules" and text.endswith(NEW) else ""
+            new = new or (name.removesuffix(NEW) if name.endswith(NEW) else "")
+            return not new or not any(is_inside(new, of) for of in ours)
+
+        changed = {path: text for path, text in changed.items() if matters(path, text)}
         # Without the gradient of what is frozen now, sums are superfluous and right
         trainable = {
             path: place.text
@@ -295,7 +331,7 @@ class Baseline:
         }
         modes: dict[Path, str] = {}
         # The proof by values has run all modules in train mode, and all in eval mode
-        if len({*watch.modes.values()}) > 1:
+        if len({*watch.modes.values()}) > 1 or not by_values:
             modes = {
                 (name, "training"): str(mode)
                 for name, mode in watch.modes.items()
@@ -330,93 +366,15 @@ def _child(path: Path) -> str:
 
 def sentence(changes: dict[Path, str]) -> str:
     """Names what has changed."""
-    parts = [f"{'.'.join(p for p in path if p not in ('', SHARED, '_modules'))} is {t or 'gone'}"
-             for path, t in changes.items()]  # fmt: skip
+    parts = []
+    for path, text in changes.items():
+        place = ".".join(part for part in path if part not in ("", SHARED, "_modules"))
+        is_module = path[1] == "_modules"
+        if path[0].endswith(NEW):
+            continue  # of a module that is new as a whole
+        if is_module and text.endswith(NEW):
+            text = f"{text.removesuffix(NEW).rpartition(' ')[0]}, a new module"
+        elif is_module and text:
+            text = f"what was {text.rpartition(' ')[2]}"
+        parts.append(f"{place.replace(NEW, '')} is {text or 'gone'}")
     return f"{', '.join(parts[:3])}{', ..' if len(parts) > 3 else ''}, which was not so when the plan was applied"
-
-
-class Synced:
-    """The unsharded structure with the changes that the sharded model has had since the plan was applied."""
-
-    def __init__(self, structure: nn.Module, watch: StateWatch, changes: dict[Path, str], base: Baseline) -> None:
-        self.structure, self.watch, self.changes, self.base = structure, watch, changes, base
-        self.kept: list[tuple[Any, Any, Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.targets = dict(structure.named_modules(remove_duplicate=False))
-
-    def __enter__(self) -> None:
-        for name, mode in self.watch.modes.items():
-            if name in self.targets:
-                self.put(vars(self.targets[name]), "training", mode)
-        new = replaced_modules(self.changes)
-        for name, module in self.watch.modules.items():
-            if name in self.targets and not any(is_inside(name, other) for other in new):
-                self.memo[id(module)] = self.targets[name]
-                # Forwards of ours, which code of the user may have wrapped
-                if "forward" in vars(module):
-                    self.memo[id(vars(module)["forward"])] = self.targets[name].forward
-        for path, text in self.changes.items():
-            if path[0] != SHARED and path[-1] != "training":
-                self.change(path, text)
-
-    def __exit__(self, *_: object) -> None:
-        for holder, key, value in reversed(self.kept):
-            if key == "requires_grad":
-                holder.requires_grad_(value)
-            elif value is GONE:
-                holder.pop(key, None)
-            else:
-                holder[key] = value
-        self.kept.clear()
-
-    def put(self, holder: Any, key: Any, value: Any) -> None:
-        self.kept.append((holder, key, holder.get(key, GONE)))
-        if value is GONE:
-            holder.pop(key, None)
-        else:
-            holder[key] = value
-
-    def change(self, path: Path, text: str) -> None:
-        target = self.targets[path[0]]
-        if path[-1] == "requires_grad":
-            parameter = target._parameters[path[1]]
-            assert parameter is not None
-            self.kept.append((parameter, "requires_grad", parameter.requires_grad))
-            parameter.requires_grad_()
-            return
-        place = self.watch.places.get(path)
-        if path[1] in HOOKS:
-            self.put(vars(target), path[1], self.hooks(path, target))
-            return
-        holder: Any = vars(target)
-        for step in path[1:-1]:
-            holder = next(value for key, value in holder.items() if str(key) == step)
-            holder = holder if isinstance(holder, dict) else vars(holder)
-        key = place.key if place is not None else next(k for k in holder if str(k) == path[-1])
-        value = GONE if place is None else copied_value(place.holder[key], self.memo)
-        self.put(holder, key, value.to("meta") if isinstance(value, Tensor) else value)
-
-    def hooks(self, path: Path, target: nn.Module) -> collections.OrderedDict[Any, Any]:
-        """The hooks of a module of the structure: without those that are gone, with the new ones."""
-        module = self.watch.modules[path[0]]
-        old = collections.Counter(ast.literal_eval(self.base.texts.get(path, "[]")))
-        gone = old - collections.Counter(map(hook_text, vars(module)[path[1]].values()))
-        hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-        for number, hook in vars(target)[path[1]].items():
-            if gone[hook_text(hook)] > 0:
-                gone[hook_text(hook)] -= 1
-            else:
-                hooks[number] = hook
-        for number, hook in vars(module)[path[1]].items():
-            text = hook_text(hook)
-            old[text] -= 1
-            if not text or old[text] >= 0:
-                continue
-            hooks[f"new {number}"] = copied_value(hook, self.memo)
-            flags = f"{path[1]}_with_kwargs"
-            if number in vars(module).get(flags, ()):
-                self.put(vars(target)[flags], f"new {number}", True)
-        return hooks
-
-
-GONE = object()

@@ -9,19 +9,8 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.modules.hooks import GatherOutput, SliceArgument
-from tp_ext.auto.record.edits import Gather, Slice
+from tp_ext.auto.record.edits import CALL, CallEdits, Gather, edits_of
 from tp_ext.group import ParallelGroup
-
-CALL = "tp_ext_call"  # attribute of the model while it runs
-
-
-@dataclass(frozen=True)
-class CallEdits:
-    """What a call does otherwise: ``gathers`` of results in place of the plan's, ``slices`` of arguments in addition to
-    them."""
-
-    gathers: tuple[Gather, ...]
-    slices: tuple[Slice, ...]
 
 
 def begin_call(model: nn.Module, edits: CallEdits | None, args: Any, kwargs: Any, group: ParallelGroup) -> Any:
@@ -59,7 +48,7 @@ class GatherOutputs:
         return bool(self.gathers)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        edits, _ = module.__dict__.get(CALL, (None, ()))
+        edits = edits_of(module)
         for gather in self.gathers if edits is None else edits.gathers:
             output = GatherOutput(gather.path, gather.sharding, self.group)(module, args, kwargs, output)
         return output

@@ -158,7 +158,7 @@ def _edits_of(module: nn.Module) -> tuple[str, ...]:
     for table in HOOKS:
         hooks = [hook for hook in getattr(module, table).values() if _is_edit(hook)]
         edits += [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
-    for name in sorted(vars(module).get("tp_edited", ())):
+    for name in sorted({*vars(module).get("tp_edited", ())} - {"tp_place"}):
         value = vars(module).get(name)
         edits.append(f"{name}={value if isinstance(value, int | str) else name in vars(module)}")
     return tuple(edits)
@@ -311,11 +311,13 @@ def before_edits(model: nn.Module) -> Before:
 def keep_edits(model: nn.Module, before: Before) -> None:
     """Has the copies of a model that was sharded, and of its modules, keep the edits. After everything else."""
     edited: dict[nn.Module, frozenset[str]] = {}
-    for module, (_, attributes) in before.items():
+    for module, (own, attributes) in before.items():
         edited[module] = frozenset(
             name
             for name, value in vars(module).items()
-            if attributes.get(name, ...) is not value and name != "training"
+            if attributes.get(name, ...) is not value
+            and name != "training"
+            and (name != "tp_place" or says_how_it_is_copied(own))
         )
     changed = {m for m in model.modules() if _edits_of(m) or edited.get(m)}
     for module in list(model.modules()):
@@ -326,7 +328,7 @@ def keep_edits(model: nn.Module, before: Before) -> None:
             module.register_forward_pre_hook(PresentEdits(), prepend=True)
         if edited.get(module):
             module.tp_edited = edited[module]  # type: ignore[assignment]
-        if (has_own and _edits_of(module)) or _is_edit(vars(module).get("forward")):
+        if (has_own and (_edits_of(module) or edited.get(module))) or _is_edit(vars(module).get("forward")):
             module.__class__ = _with_edits(own, type(module))  # type: ignore[arg-type]
     # Last: a hook counts the hooks and classes that are there by now
     for module in model.modules():

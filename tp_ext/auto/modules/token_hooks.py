@@ -1,9 +1,9 @@
 """Hooks of sequence parallelism: where tensors become sharded on their tokens, and whole again, while a model runs.
 
-Whether tokens are sharded is decided in each forward, by what is the same on all ranks: gradients are recorded, and
-there are at least p tokens. So a model that generates text token by token computes as without sequence parallelism. The
-length of the tokens is that of the run; p need not divide it. Recomputation in backward (gradient checkpointing) finds
-the length by the arguments, which are those of the forward."""
+Whether tokens are sharded is decided in each forward, by what is the same on all ranks: gradients are recorded, there
+are at least p tokens, and the guard has not found that the call needs them whole. So a model that generates text token
+by token computes as without sequence parallelism. The length of the tokens is that of the run; p need not divide it.
+Recomputation in backward (gradient checkpointing) finds the length by the arguments, which are those of the forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tp_ext import _ops
-from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.edits import LeafPath, edits_of
+from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import argument_path, replaced, replaced_argument
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import split_sizes
@@ -30,8 +31,9 @@ class TokenLengths:
     """The full length of the tokens that were sharded last, for all hooks of a model.
 
     Attributes:
-        length: None: they are whole. forwards: of the model that run now. records: the running one records gradients.
-        backward: the one in which a recomputation last set the length.
+        length: None: they are whole. forwards: of the model that run now. records: the running one records gradients,
+        and may shard tokens. backward: the one in which a recomputation last set the length. whole: that of a call
+        which must not shard tokens.
         known: storage of an argument -> the length of its tokens.
     """
 
@@ -40,10 +42,19 @@ class TokenLengths:
     forwards: int = 0
     records: bool = False
     backward: int = -1
+    whole: int = -1
     known: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "length": None, "forwards": 0, "records": False, "backward": -1, "known": {}}
+        anew: dict[str, Any] = {
+            "length": None,
+            "forwards": 0,
+            "records": False,
+            "backward": -1,
+            "whole": -1,
+            "known": {},
+        }
+        return {**self.__dict__, **anew}
 
     def enter(self, length: int) -> list[int] | None:
         """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""
@@ -51,7 +62,7 @@ class TokenLengths:
         # No forward of the model runs: backward recomputes this module, or other code calls it
         if not self.forwards:
             self.backward = _backward()
-            shards = self.backward >= 0
+            shards = self.backward >= 0 and self.backward != self.whole
         self.length = length if shards and length >= self.group.size else None
         return self.sizes()
 
@@ -126,7 +137,9 @@ class BeginForward:
         lengths = self.lengths
         # The outermost forward decides for those inside of it
         if lengths.forwards == 0:
-            lengths.length, lengths.records = None, torch.is_grad_enabled()
+            edits = edits_of(module)
+            lengths.length = None
+            lengths.records = torch.is_grad_enabled() and not (edits is not None and edits.whole_tokens)
         lengths.forwards += 1
 
 
@@ -137,8 +150,16 @@ class EndForward:
     lengths: TokenLengths
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        lengths, edits = self.lengths, edits_of(module)
         # An exception in an earlier hook ends a forward that BeginForward has not counted
-        self.lengths.forwards = max(0, self.lengths.forwards - 1)
+        lengths.forwards = max(0, lengths.forwards - 1)
+        for _, result in tensors(output) if edits is not None and edits.whole_tokens else ():
+            if result.requires_grad:
+                result.register_hook(self.begin_backward)
+
+    def begin_backward(self, _: Tensor) -> None:
+        """A recomputation in this backward must not shard tokens, either."""
+        self.lengths.whole = _backward()
 
 
 @dataclass

@@ -51,6 +51,7 @@ class PlannerOf(Protocol):
 
 
 BUDGET = 2**30  # bytes of parameters
+BOUNDARIES = "copies", "sums", "tokens"
 TYPES = (torch.float64, torch.float32)
 
 
@@ -64,6 +65,7 @@ class Prover:
         apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
         gradients: whether the model may run with gradients.
         read: the numbers that its code reads from the example.
+        carried: another plan of the same shards, whose boundaries are to be proven.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class Prover:
         apply: Apply,
         gradients: bool = True,
         read: ReadNumbers | None = None,
+        carried: Plan | None = None,
     ) -> None:
-        self.gradients, self.read = gradients, read
+        self.gradients, self.read, self.carried = gradients, read, carried
         self.planner_of, self.apply = planner_of, apply
         self.p, self.reduced, self.example = self._reduced(model, example, plan, budget)
         # Grouped products of torch exist for some types only: None leaves those of the model
@@ -97,7 +100,7 @@ class Prover:
         failed: UnprovenError | None = None
         # All layers: of a model that reads the results of layers by number, or has few parameters anyway
         for kept in (2, 1, None):
-            reduced = shortened(model, kept)
+            reduced = shortened(model, kept, self._edits_in)
             if bytes_of(reduced, torch.float32) <= budget:
                 try:
                     return p, reduced, self._runnable(reduced, example, p)
@@ -108,7 +111,7 @@ class Prover:
         # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
         copies = any(part.copies > 1 for sharding in plan.shardings.values() for part in sharding.parts)
         for kept in (2, 1):
-            reduced = shortened(model, kept)
+            reduced = shortened(model, kept, self._edits_in)
             short = self._runnable(reduced, example, p)
             for ranks in [p] if copies or p <= 4 else [p, 4]:
                 smaller, ids = scaled_down(self.planner_of(reduced, short, ranks, self._only(reduced, plan)))
@@ -165,6 +168,33 @@ class Prover:
             if reason := self._tried({name: only[name] for name in group}, locate=True):
                 reasons.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
         return reasons or dict.fromkeys(map(kind_of, only), f"values differ: {self._tried(only, locate=True) or text}")
+
+    def _edits_in(self, layer: str) -> str:
+        """What the plan that is carried out does in a layer, as text that is the same for layers alike."""
+        if self.carried is None:
+            return ""
+        plan, start = self.carried, len(layer)
+        edits = [edit for kind in (*BOUNDARIES, "slices", "draws") for edit in getattr(plan, kind)]
+        inside = [replace(e, module=e.module[start:]) for e in edits if f"{e.module}.".startswith(f"{layer}.")]
+        shards = [(name[start:], s.dim) for name, s in plan.shardings.items() if name.startswith(f"{layer}.")]
+        return repr((inside, shards))
+
+    def difference_with(self, plan: Plan, carried: Plan) -> str:
+        """Returns how values differ with the boundaries of the plan that is carried out, or "".
+
+        Raises:
+            UnprovenError: the model does not run.
+        """
+        self.gradients &= torch.is_grad_enabled()  # a call without them has no copies
+        only = self._only(self.reduced, plan)
+        if not self.is_all:
+            plan = self.planner_of(self.reduced, self.example, self.p, only).decide()
+        copies, sums, tokens = ([e for e in getattr(carried, kind) if e.module in self.modules] for kind in BOUNDARIES)
+        on_tokens = {draw.module for draw in carried.draws if draw.tokens}
+        # Of a smaller model, whose lengths are others
+        draws = [replace(draw, shape=None) for draw in carried.draws if draw.module in on_tokens & {*self.modules}]
+        draws += [draw for draw in plan.draws if draw.module not in on_tokens]
+        return self._tried(only, plan=replace(plan, draws=draws, copies=copies, sums=sums, tokens=tokens))
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
         """Groups the kinds of parameters by the decision that shards them; equal layers share a kind."""
@@ -227,7 +257,14 @@ class Prover:
         return f": {clause}" if clause else ""
 
 
-def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: float, apply: Apply) -> Prover:
+def prover_of(
+    planner: Planner,
+    plan: Plan,
+    rules: Mapping[str, Rule],
+    budget: float,
+    apply: Apply,
+    carried: Plan | None = None,
+) -> Prover:
     """The proof by values of what a planner found."""
 
     def planner_of(
@@ -243,7 +280,8 @@ def prover_of(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: f
 
     # The gradient of an input that is sliced is that of its slice: such a call runs without
     gradients = not planner.record.shares_inputs
-    return Prover(planner.model, planner.example, plan, planner_of, budget, apply, gradients, planner.record.read)
+    read = planner.record.read
+    return Prover(planner.model, planner.example, plan, planner_of, budget, apply, gradients, read, carried)
 
 
 def alone(planner: Planner) -> Plan:

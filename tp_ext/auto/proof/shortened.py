@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -18,15 +19,16 @@ def held(model: nn.Module) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def shortened(model: nn.Module, kept: int | None = KEPT) -> nn.Module:
-    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind; None: all."""
+def shortened(model: nn.Module, kept: int | None = KEPT, edits_in: Callable[[str], str] = lambda _: "") -> nn.Module:
+    """A copy without the weights, in which lists of layers have the first ``kept`` of each kind; None: all. Layers in
+    which ``edits_in`` finds other edits of a plan are of other kinds."""
     copy = copied_model(model, {id(t): t for t in held(model)})
-    for module in list(copy.modules()):
+    for path, module in list(copy.named_modules()):
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         seen: dict[str, int] = {}
         for name, child in list(module._modules.items()):
-            kind = _kind(child) if child is not None else ""
+            kind = _kind(child) + edits_in(f"{path}.{name}".lstrip(".")) if child is not None else ""
             seen[kind] = seen.get(kind, 0) + 1
             if child is not None and kept and seen[kind] > kept and any(True for _ in child.parameters()):
                 del module._modules[name]  # the others keep their names

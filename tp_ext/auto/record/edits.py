@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tp_ext.sharding import Part, Sharding
 
@@ -126,6 +126,25 @@ class Gather:
 
     path: LeafPath
     sharding: Sharding
+
+
+CALL = "tp_ext_call"  # attribute of the model while it runs
+
+
+@dataclass(frozen=True)
+class CallEdits:
+    """What a call of a sharded model does otherwise than its plan: ``gathers`` of results in place of the plan's,
+    ``slices`` of arguments in addition to them; ``whole_tokens``: no tokens are sharded."""
+
+    gathers: tuple[Gather, ...]
+    slices: tuple[Slice, ...]
+    whole_tokens: bool = False
+
+
+def edits_of(model: nn.Module) -> CallEdits | None:
+    """What the call of a model that runs now does otherwise."""
+    edits: CallEdits | None = model.__dict__.get(CALL, (None, ()))[0]
+    return edits
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import Any
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # Their hooks and forwards do what they do around any module, and change no numbers
 MACHINERY = ("torch.distributed", "torch._", "torch.utils", "torch.nn.modules.module", "tp_ext", "transformers",
-             "accelerate", "peft")  # fmt: skip
+             "accelerate", "peft", "torch.nn.utils.prune", "torch.nn.utils.weight_norm",
+             "torch.nn.utils.spectral_norm")  # fmt: skip
 
 
 def is_of(value: Any, names: tuple[str, ...]) -> bool:
