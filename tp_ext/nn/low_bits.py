@@ -128,8 +128,8 @@ class LowBits:
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T, dx = dy W, with sums in fp32. Products of half dtypes have W in that dtype where the device has such
-    products; elsewhere, and of few tokens, W has all its digits."""
+    """y = x W^T, dx = dy W, with sums in fp32, of fp64 in fp64. Products of half dtypes have W in that dtype where the
+    device has such products; elsewhere, and of few tokens, W has all its digits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, low_bits: LowBits) -> Tensor:
@@ -155,7 +155,8 @@ class _Product(torch.autograd.Function):
         packed, scale = ctx.saved_tensors
         flat = _as_rows(dy).to(_product_dtype(dy))
         inputs = packed.shape[1] * (2 if ctx.low_bits.bits == 4 else 1)
-        dx = flat.new_zeros(flat.shape[0], inputs, dtype=torch.float32)  # so that the chunks' sums do not round
+        wide = torch.promote_types(flat.dtype, torch.float32)  # so that the chunks' sums do not round
+        dx = flat.new_zeros(flat.shape[0], inputs, dtype=wide)
         for rows, weight in ctx.low_bits.rows(packed, scale, flat.dtype):
             dx += flat[:, rows] @ weight
         return dx.to(dy.dtype).view(*dy.shape[:-1], inputs), None, None, None
@@ -169,6 +170,8 @@ def _as_rows(x: Tensor) -> Tensor:
 def _product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which x is multiplied with many rows of a weight. Without instructions for bf16, or fp16, a
     CPU is several times faster in fp32."""
+    if x.dtype == torch.float64:
+        return x.dtype
     if x.device.type != "cpu":
         return x.dtype if x.dtype in _DTYPES else torch.float32
     has_bf16 = x.dtype == torch.bfloat16 and (

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -22,6 +21,7 @@ from tp_ext.model.module import ParallelModule
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.verify.compare import PartsOfDim, Placement, compare, placements
+from tp_ext.verify.precision import LowestPrecision
 
 STEPS = 3
 LATER = ("train without gradients", "eval after training")
@@ -106,28 +106,11 @@ class Task:
     reference: Outcome | None = None
     shared: dict[int, Any] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
-    lowest: "LowestPrecision | None" = None
+    lowest: LowestPrecision | None = None
 
 
 class UnfitModelError(TypeError):
     """An error of ``make_model`` that is no property of a number of ranks."""
-
-
-class LowestPrecision(TorchFunctionMode):
-    """The lowest precision of the tensors that depend on parameters: it bounds what two orders of a sum have in common.
-
-    Attributes:
-        dtype: the floating dtype of the least precision.
-    """
-
-    dtype = torch.float64
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result) if isinstance(result, Tensor | tuple | list) else ():
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad:
-                self.dtype = max(self.dtype, leaf.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return result
 
 
 def run(rank: int, group: Any, task: Task) -> Outcome:
@@ -169,14 +152,21 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     # suffice
     with count_collectives() as counts:
         manual_seed(task.seed)
-        with _recorded(model, outcome.calls.setdefault("train", []), progress), task.lowest or _nothing():
+        lowest = task.lowest
+        if lowest is not None:
+            lowest.add(model)
+        with _recorded(model, outcome.calls.setdefault("train", []), progress), lowest or _nothing():
             result = forward()
         outcome.outputs["train"] = [_kept(leaf) for leaf in output_leaves(result)]
-        loss, outcome.scalar = loss_of(result, task, outcome)
+        with lowest or _nothing():
+            loss, outcome.scalar = loss_of(result, task, outcome)
         progress.phase = "backward"
         outcome.loss = loss.detach() if outcome.scalar else None
-        if loss.requires_grad:
-            loss.backward()
+        with lowest or _nothing():
+            if loss.requires_grad:
+                # What Tensor.backward calls: the mode would see that method, and nothing within it
+                run_backward = torch.autograd.Variable._execution_engine.run_backward
+                run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
         outcome.collectives = counts.select(group=group).by_kind()
     trained = census(model, assumed=parallel_group(group))
     for entry in trained.parameters.values():

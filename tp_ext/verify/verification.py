@@ -24,7 +24,8 @@ from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, numbers_of_ranks
 from tp_ext.verify.compare import Comparison, compare, difference
 from tp_ext.verify.localize import Trace, WrongModule
-from tp_ext.verify.record import LATER, STEPS, LowestPrecision, Outcome, Progress, Task, UnfitModelError, parts_at, run
+from tp_ext.verify.precision import LowestPrecision
+from tp_ext.verify.record import LATER, STEPS, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
 
 _BOUND = 1e-9
@@ -55,8 +56,9 @@ def verify(
     6. the number of collectives of a step: the same on all ranks;
     7. types, for information: :func:`tp_ext.debug.typecheck`, where ``spmd_types`` is installed.
 
-    The model is converted to fp64 where its modules allow it, so rounding is far below any mistake. One whose layers
-    were all built in :func:`tp_ext.tp_invariant` keeps its dtype, and its bits are compared.
+    The model is converted to fp64 where its modules allow it, so rounding is far below any mistake. What computes in
+    less precision bounds the comparison by half of its digits. A model whose layers were all built in
+    :func:`tp_ext.tp_invariant` keeps its dtype, and its bits are compared.
 
     Args:
         make_model: makes the model, given a group.
