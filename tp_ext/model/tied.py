@@ -1,6 +1,9 @@
 """Weights tied over the stages of a pipeline: a parameter of a stage that is a copy of another stage's."""
 
+import contextlib
 from collections.abc import Mapping
+
+from typing import Any
 
 from torch import nn
 
@@ -30,8 +33,10 @@ def declare_tied(stage: nn.Module, copies: Mapping[str, str]) -> None:
     for name, original in copies.items():
         if not isinstance(original, str):
             raise TypeError(f"copies: {name!r} is {type(original).__name__} and must be the name of a parameter")
-        owner = dict(stage.named_modules()).get(name.rpartition(".")[0])
-        local = name.rpartition(".")[2]
+        path, _, local = name.rpartition(".")
+        owner: Any = None
+        with contextlib.suppress(AttributeError):  # by its name: a walk over modules shares what is tied again
+            owner = stage.get_submodule(path)
         if owner is None or owner._parameters.get(local) is None:
             known = [parameter for parameter, _ in stage.named_parameters()]
             raise ValueError(f"copies: {name!r} must be a parameter of the stage, one of {known}")

@@ -2,8 +2,8 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +142,7 @@ class MultiTokenPrediction(ParallelModule):
         self._check_layer("head", head, VocabParallelLMHead, "hidden_size")
         self.embedding, self.head = _with_same_parameters(embedding), _with_same_parameters(head)
         self._originals = {"embedding": _LayerOfModel(embedding), "head": _LayerOfModel(head)}
+        self.register_load_state_dict_post_hook(_share_after_loading)
         parallel: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         options: dict[str, Any] = parallel | {"device": device, "dtype": dtype}
         self.depths = nn.ModuleList()
@@ -236,11 +237,11 @@ class MultiTokenPrediction(ParallelModule):
         scaled = torch.stack(losses) * (self.loss_weight / self.depth)
         return scaled.sum() if reduction == "mean" else scaled
 
-    def _share(self, name: str) -> None:
+    def _share(self, name: str, refuse: bool = True) -> None:
         """Takes the parameters of the model's embedding or head, where loading or a conversion has made others of them.
 
         Raises:
-            RuntimeError: they are not to be had here.
+            RuntimeError: they are not available here, and ``refuse`` is true.
         """
         layer, original = cast(ParallelModule, getattr(self, name)), self._originals[name].module()
         if original is None:
@@ -250,14 +251,42 @@ class MultiTokenPrediction(ParallelModule):
             # A stage of a pipeline has a copy; functional_call has tensors; shapes are found without memory
             if shared is param or param is None or local in layer.__dict__.get("tp_copies", ()):
                 continue
-            if type(param) is not nn.Parameter or param.is_meta:
+            if type(param) is not nn.Parameter or (refuse and param.is_meta):
                 continue
-            if type(shared) is not nn.Parameter or _kind(shared) != _kind(param):
+            if type(shared) is nn.Parameter and _kind(shared) == _kind(param):
+                layer._parameters[local] = shared
+            elif refuse:
                 raise RuntimeError(
                     f"{name}.{local}: is not that of the model's {name} any more, which was converted by itself; "
                     "convert the whole model, and let one fully_shard have both"
                 )
-            layer._parameters[local] = shared
+
+    def _share_all(self) -> None:
+        """Takes them wherever parameters are listed, copied or saved, which may be before the first forward."""
+        for name in self._originals:
+            self._share(name, refuse=False)  # some of the model may be converted already
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        # By which parameters() of every model lists them, for an optimizer for instance
+        self._share_all()
+        yield from super().named_modules(*args, **options)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._share_all()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._share_all()
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._share_all()
+        return self.__dict__
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._share_all()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _check(self, hidden: Any, tokens: Any, name: str) -> None:
         for what, tensor in (("hidden", hidden), (name, tokens)):
@@ -287,6 +316,10 @@ class _LayerOfModel:
 
     def __reduce__(self) -> Any:
         return _LayerOfModel, (self.module(),)
+
+
+def _share_after_loading(module: nn.Module, _: Any) -> None:
+    cast(MultiTokenPrediction, module)._share_all()
 
 
 def _kind(param: nn.Parameter) -> tuple[Any, ...]:
