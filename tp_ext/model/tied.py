@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping
-
 from typing import Any
 
 from torch import nn
