@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
@@ -17,8 +18,11 @@ def made():
     return whole, ChunkedTensor((7, 3), chunks, dtype=whole.dtype, device=whole.device)
 
 
-def test_owned_chunks_are_written_and_all_are_filled(made):
+def test_owned_chunks_are_written_and_all_are_filled(made, monkeypatch):
     whole, tensor = made
+    with pytest.raises(RuntimeError, match="'x' has shards on other ranks and must be saved with a process group"):
+        tensor.__create_write_items__("x", tensor)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert tensor.shape == (7, 3) and tensor.dtype == whole.dtype and tensor.device == whole.device
     (item,) = tensor.__create_write_items__("x", tensor)
     assert item.index == MetadataIndex("x", (0, 0)) and item.tensor_data.size == (7, 3)

@@ -24,9 +24,12 @@ from tp_ext.checkpoint.save_plan import Payload
 class RunningSave(Future[None]):
     """A save in a thread, as a future whose error is raised once: by ``result``, or by the next save."""
 
-    def __init__(self, path: str, act: Callable[[], None]) -> None:
+    def __init__(self, path: str, act: Callable[[], None], over: ProcessGroup | None) -> None:
         super().__init__()
         self.path, self.reported = path, False
+        if over is not None and dist.get_backend(over) == "simulated":
+            self._run(act)  # in another thread it would be no rank of the simulation
+            return
         # No daemon: the interpreter waits for it at exit
         self._thread = threading.Thread(target=self._run, args=(act,), name="tp_ext.save_checkpoint")
         # Running: a cancelled future would leave the other ranks in their collectives
@@ -58,9 +61,13 @@ class _Last:
 
 
 # [Note: asynchronous saves are a thread over our own save]
-def begin_save(path: str, act: Callable[[], None]) -> RunningSave:
-    """Starts ``act`` in a thread; the last save must have ended."""
-    _Last.save = RunningSave(path, act)
+def begin_save(path: str, act: Callable[[], None], over: ProcessGroup | None = None) -> RunningSave:
+    """Starts ``act`` in a thread, of a simulated rank at once; the last save must have ended.
+
+    Args:
+        over: the group over which ``act`` communicates.
+    """
+    _Last.save = RunningSave(path, act, over)
     return _Last.save
 
 

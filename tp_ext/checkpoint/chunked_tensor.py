@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -44,6 +45,12 @@ class ChunkedTensor(torch.Tensor):
         return f"ChunkedTensor({tuple(self.shape)}, dtype={self.dtype}, chunks={chunks})"
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        if not dist.is_initialized() and sum(tensor.numel() for _, tensor, _ in self.local_chunks) < self.numel():
+            # torch then takes this process for the only one. The thread of its async_save is none of a simulation
+            raise RuntimeError(
+                f"state_dict: {fqn!r} has shards on other ranks and must be saved with a process group; for a "
+                "simulated rank by dcp.save, or by save_checkpoint(asynchronous=True)"
+            )
         items = []
         for offsets, tensor, owned in self.local_chunks:
             # Copies of a KV head, for example, are on several ranks and owned by one

@@ -149,7 +149,7 @@ def save_checkpoint(
                 lock.release()
 
     if asynchronous:
-        return begin_save(os.fspath(target), save)
+        return begin_save(os.fspath(target), save, over)
     save()
     return None
 

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -161,7 +162,16 @@ class Export:
 
 def _store() -> Any:
     """Returns the store of the job, through which its ranks know of each other's exports."""
-    return dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
+    if store is None:  # of simulated ranks, which share this process; the names of their groups begin with their place
+        assert dist.group.WORLD is not None
+        return dist.PrefixStore(dist.group.WORLD.group_name.rpartition(".rank")[0], _store_of_process())
+    return store
+
+
+@cache
+def _store_of_process() -> Any:
+    return dist.HashStore()
 
 
 def _names_in(target: Path) -> set[str]:
