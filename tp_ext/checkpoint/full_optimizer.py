@@ -1,6 +1,6 @@
 """Full optimizer states: those of an optimizer of the unsharded model, made from shards and loaded into shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tp_ext.checkpoint.optimizer_state import HeldState, HeldTensor, check_class
 from tp_ext.checkpoint.pipeline import WholeTensor, check_same, from_stage, over_stages, to_stages
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
+from tp_ext.model.carriers import is_sharded
 from tp_ext.model.census import Census, census
 from tp_ext.model.fqn import StateDict
 from tp_ext.model.stages import Stages
@@ -97,18 +98,20 @@ def load_full_optimizer_state_dict(
     ranks = ranks_of(model)
     own = (_agreed if broadcast_from_rank0 else _Own)(model, optimizer, ranks)
     # The state is that of the whole model: a stage knows the names and shapes of the others by this exchange alone
-    stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}), ranks)
-    order = _merged_names([names for names, _ in stages])
-    shapes = {name: shape for _, of_stage in stages for name, shape in of_stage.items()}
-    holders = {name: tuple(i for i, (_, of_stage) in enumerate(stages) if name in of_stage) for name in shapes}
+    whole = {name for name, layout in own.layouts.items() if not is_sharded(layout)}
+    stages = over_stages((own.order, {name: own.full_shape(name) for name in own.params}, whole), ranks)
+    order = _merged_names([names for names, _, _ in stages])
+    shapes = {name: shape for _, of_stage, _ in stages for name, shape in of_stage.items()}
+    holders = {name: tuple(i for i, (_, of_stage, _) in enumerate(stages) if name in of_stage) for name in shapes}
+    whole = {name for _, _, of_stage in stages for name in of_stage}
 
     def plan() -> StateDict:
         """Returns the state, with its dtype in place of every tensor that is sharded like its parameter."""
-        _check(state, order, shapes)
-        for index, group in enumerate(state["param_groups"]):
-            check_class(own.held, group, f"param_groups[{index}]")
+        _check(state, order, shapes, whole)
+        for index, (live, group) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+            check_class(own.held, live, group, f"param_groups[{index}]")
         entries = {
-            name: {key: v.dtype if _is_sharded(v, shapes[name]) else v for key, v in entry.items()}
+            name: {key: v.dtype if _is_sharded(v, shapes[name], name in whole) else v for key, v in entry.items()}
             for name, entry in state["state"].items()
         }
         return {"state": entries, "param_groups": state["param_groups"]}
@@ -279,7 +282,7 @@ def _merged_names(stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     return [list(dict.fromkeys(name for names in group for name in names)) for group in zip(*stages, strict=True)]
 
 
-def _check(state: Mapping[str, Any], order: list[list[str]], shapes: Mapping[str, torch.Size]) -> None:
+def _check(state: Mapping[str, Any], order: list[list[str]], shapes: Mapping[str, torch.Size], whole: Set[str]) -> None:
     if missing := {"state", "param_groups"} - state.keys():
         raise KeyError(f"state: missing keys {sorted(missing)}, it must be what full_optimizer_state_dict returns")
     saved = [list(g["params"]) for g in state["param_groups"]]
@@ -289,11 +292,14 @@ def _check(state: Mapping[str, Any], order: list[list[str]], shapes: Mapping[str
         if name not in shapes:
             raise ValueError(f"state: {name!r} must be a parameter of the optimizer, {list(shapes)}")
         for key, value in entry.items():
-            if _is_sharded(value, shapes[name]):
+            if _is_sharded(value, shapes[name], name in whole):
                 check_full(f"{name}.{key}", value, shapes[name])
 
 
-def _is_sharded(value: Any, shape: torch.Size) -> bool:
+def _is_sharded(value: Any, shape: torch.Size, whole: bool) -> bool:
     """Returns whether a value of a full state is a tensor sharded like the parameter. A single number (a step) is not,
-    unless the parameter is one."""
-    return isinstance(value, Tensor) and (value.dim() > 0 or len(shape) == 0)
+    unless the parameter is one, nor is one of rows or columns of a ``whole`` parameter (Adafactor's)."""
+    if not isinstance(value, Tensor) or (value.dim() == 0 and len(shape) > 0):
+        return False
+    factor = len(shape) == value.dim() and all(size in (1, full) for size, full in zip(value.shape, shape, strict=True))
+    return value.shape == shape or not (whole and factor)

@@ -121,33 +121,48 @@ class HeldState:
         # By the numbers of the inner optimizer, which under ZeRO-1 has some of the parameters
         kept = {numbers[param]: state for param, state in states.items() if param in numbers}
         self.inner.load_state_dict({"state": kept, "param_groups": groups})
+        for param, state in states.items():  # torch casts numbers, such as NAdam's product, to the parameter's dtype
+            for key, value in self.of(param).items():
+                if isinstance(value, Tensor) and not value.dim() and value.dtype != state[key].dtype:
+                    self.inner.state[param][key] = state[key].to(value.device)
         # Learning-rate schedulers change the outer groups, whose options each step copies to the inner ones
         if self.outer is not self.inner:
             for group, saved in zip(self.outer.param_groups, options, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
 
 
+_NO_HYPERPARAMETERS = {
+    *("params", "defaults", "foreach", "maximize", "capturable", "differentiable", "fused"),
+    "decoupled_weight_decay",
+}
+
+
+@functools.cache
+def _options_of_classes() -> tuple[frozenset[str], ...]:
+    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    return tuple(frozenset(inspect.signature(kind).parameters) - _NO_HYPERPARAMETERS for kind in classes)
+
+
 @functools.cache
 def hyperparameters() -> frozenset[str]:
     """Returns the options by which the classes of ``torch.optim`` differ: all but those that say how to compute, of
     which each version of torch has others."""
-    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
-    names = {name for kind in classes for name in inspect.signature(kind).parameters}
-    return frozenset(names) - {
-        *("params", "defaults", "foreach", "maximize", "capturable", "differentiable", "fused"),
-        "decoupled_weight_decay",
-    }
+    return frozenset().union(*_options_of_classes())
 
 
-def check_class(state: HeldState, saved: Iterable[str], where: str) -> None:
+def check_class(state: HeldState, live: Iterable[str], saved: Iterable[str], where: str) -> None:
     """Raises ValueError if the options of a parameter group, which were saved, are those of another class of optimizer
-    than this one: its state would then lack what a step reads. Only options that an optimizer of torch has count."""
+    than this one: its state would then lack what a step reads. Only options that an optimizer of torch has count, and
+    one that this class has not may be the user's own, unless they make another class of it.
+
+    Args:
+        live: the options of the group of this optimizer, those of the user, too.
+    """
     current, other = (set(names) & hyperparameters() for names in (state.inner.defaults, saved))
-    if current != other:
+    missing, foreign = current - other, other - current - set(live)
+    if missing or any(current < options <= other and options & foreign for options in _options_of_classes()):
         more = "; ".join(
-            f"{what} {sorted(names)}"
-            for what, names in (("it has no", current - other), ("it has", other - current))
-            if names
+            f"{what} {sorted(names)}" for what, names in (("it has no", missing), ("it has", foreign)) if names
         )
         raise ValueError(
             f"optimizer: {type(state.inner).__name__} must be of the class of the one that was saved, whose options "

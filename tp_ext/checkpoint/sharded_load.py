@@ -208,9 +208,8 @@ class _Destination:
             for _ in param_group["params"]:
                 parameter = next(params)
                 if parameter.name in saved_options:
-                    check_class(
-                        optimizer_state, saved_options[parameter.name], f"optimizer.param_groups.{parameter.name}"
-                    )
+                    where = f"optimizer.param_groups.{parameter.name}"
+                    check_class(optimizer_state, param_group, saved_options[parameter.name], where)
                 # Of a parameter that was not saved one option is expected, so that it is reported as missing
                 for key, entry in saved_options.get(parameter.name, {"lr": None}).items():
                     flat_key = f"optimizer.param_groups.{parameter.name}.{key}"
