@@ -13,7 +13,7 @@ from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
 pytestmark = pytest.mark.core
 
-NORMS = [1, 2, 3.5, float("inf")]
+NORMS = [1, 2, 3.5, float("inf"), -1.5, float("-inf")]
 FLAGS = [None, True, False]
 close = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -38,11 +38,14 @@ class Carriers:
         if any(map(is_sharded, layouts)):
             cls.modules.add(module)
         else:
-            if any(layout.has_padding for layout in layouts):
+            padded = any(layout.has_padding for layout in layouts)
+            blocked = any(layout.blocks for layout in layouts)
+            if padded:
                 cls.padded.add(module)
-            if not any(layout.blocks for layout in layouts):
+            if blocked:
+                cls.blocked.add(module)
+            if not (padded or blocked):
                 return
-            cls.blocked.add(module)
         cls.changes += 1
         cls.exist = True
         if cls.at_each is not None:

@@ -72,13 +72,14 @@ def clip_grad_norm_(
             # An iterator would be used up. Torch warns of an empty generator: it gets that itself
             listed = params = list(parameters) or parameters
     ids = tuple(map(id, listed))
-    if _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
-        known = layouts_by_id(listed, blocked=True)
+    padded = _counts_padding(norm_type)
+    if padded or _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
+        known = layouts_by_id(listed, padded, blocked=True)
         # One shard is enough: then all are counted by our norm, which takes the others once
         unlisted = _unlisted(listed, not known.keys().isdisjoint(ids))
         if unlisted or not known.keys().isdisjoint(ids):
             rows = [(param, known.get(id(param), _REPLICATED), gradient_terms(param)) for param in listed] + unlisted
-            return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, max_norm=max_norm)
+            return norm_of_rows(rows, norm_type, error_if_nonfinite, foreach, listed=len(listed), max_norm=max_norm)
         _Unsharded.add(ids, listed, Carriers.changes)
     _here.unsharded = True
     try:
@@ -103,7 +104,7 @@ def get_total_norm(
         return torchs(tensors, norm_type, error_if_nonfinite, foreach)
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     known: dict[object, GradientRow] = {}
-    for param, layout in live_shards(blocked=True):
+    for param, layout in live_shards(_counts_padding(norm_type), blocked=True):
         for grad in gradient_terms(param):
             if local_gradient(grad).numel():
                 known[memory_of(grad)] = param, layout, [grad]
@@ -114,7 +115,12 @@ def get_total_norm(
     if (known.keys() | empty).isdisjoint(keys) and (listed or not unlisted):
         return torchs(listed, norm_type, error_if_nonfinite, foreach)
     rows = [known.get(key, (tensor, _REPLICATED, [tensor])) for key, tensor in zip(keys, listed, strict=True)]
-    return norm_of_rows(rows + unlisted, norm_type, error_if_nonfinite, foreach)
+    return norm_of_rows(rows + unlisted, norm_type, error_if_nonfinite, foreach, listed=len(rows))
+
+
+def _counts_padding(norm_type: float) -> bool:
+    """Returns whether zeros, of which padding is, change a norm of this order."""
+    return float(norm_type) < 0
 
 
 def _unlisted(listed: Iterable[Tensor], sharded: bool) -> list[GradientRow]:

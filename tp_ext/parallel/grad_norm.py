@@ -20,6 +20,7 @@ from tp_ext.model.census import census, warn_unneeded_group
 from tp_ext.model.model_groups import ModelGroups, axes_of_groups
 from tp_ext.model.stages import Stages
 from tp_ext.parallel.block_norm import GradientRow, norm_in_blocks
+from tp_ext.parallel.nonzero_gradients import nonzero_gradients
 from tp_ext.sharding import Layout
 
 Given = Stages | Iterable[Tensor] | Tensor
@@ -91,6 +92,7 @@ def norm_of_rows(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
+    listed: int | None = None,
     max_norm: float | None = None,
 ) -> Tensor:
     """Computes :func:`grad_norm` of parameters whose layouts are given, and with ``max_norm`` clips as
@@ -98,6 +100,7 @@ def norm_of_rows(
 
     Args:
         rows: a parameter, its layout, empty for one that is no shard, and the terms of its gradient.
+        listed: how many of them the caller has listed, None: all; later ones have no terms.
     """
     if max_norm is not None:
         max_norm = _checked_max(max_norm)
@@ -105,7 +108,7 @@ def norm_of_rows(
     of_rows = {group.name: group for _, layout, _ in rows for _, group in layout}
     groups = axes_of_groups(sorted(of_rows.values(), key=lambda group: [rank - group.ranks[0] for rank in group.ranks]))
     _refuse_tangents(rows)
-    exact = _norm(rows, float(norm_type), groups, (), set(), foreach)
+    exact = _norm(rows if norm_type else rows[:listed], float(norm_type), groups, (), set(), foreach)
     if max_norm is None:
         return _checked(exact, rows, norm_type, error_if_nonfinite)
     return _clipped(exact, rows, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -132,7 +135,8 @@ def grad_norm(
         parameters_or_module: the module; or a list of the stages of a pipeline that this rank holds; or parameters that
             still carry ``tp_layout``. The gradient of a parameter is
             its ``.grad`` plus its ``main_grad``, if it has one (``grad_accumulation_fusion``).
-        norm_type: positive, may be infinite.
+        norm_type: any order of torch, negative and infinite ones, too; 0: the number of parameters whose gradient is
+            not zero, as torch has it.
         group: deprecated: the groups of the module's layers and of the layouts of parameters are known. If given, it
             must be one of them. Parameters that carry ``tp_sharding`` alone need it.
         mesh: in place of ``group`` and ``extra_groups``: a mesh with axes as of :func:`tp_ext.init_mesh`. The
@@ -155,7 +159,7 @@ def grad_norm(
 
     Raises:
         ValueError: a bare parameter without ``tp_layout`` (pass the module), or a shard whose group is not known; a
-            group that is not one of the module's; a norm_type that is not positive; a mesh with other axes.
+            group that is not one of the module's; a norm_type that is NaN; a mesh with other axes.
         TypeError: an element that is no parameter; ``mesh`` together with ``group`` or ``extra_groups``.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
         NotImplementedError: a gradient has a tangent (forward-mode AD).
@@ -194,8 +198,18 @@ def _norm(
     foreach: bool | None,
 ) -> Tensor:
     """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type: {norm_type} must be positive")
+    if math.isnan(norm_type):
+        raise ValueError(f"norm_type: {norm_type} must be a number")
+    if norm_type == 0:
+        axes_of_rows = _axes([axis.name for axis in groups.axes])
+        for mesh in {param.device_mesh for param, _, _ in table if isinstance(param, DTensor)}:
+            axes_of_rows = _axes(mesh.get_all_groups()) | axes_of_rows
+        extra = _axes(_listed(extra_groups))
+        others = [name for ranks, name in extra.items() if ranks not in axes_of_rows]
+        device = _device([param for param, _, _ in table[:1]])
+        return nonzero_gradients(
+            table, skipped, [axes_of_rows[ranks] for ranks in sorted(axes_of_rows)], others, device
+        )
     blocks = next((layout.blocks for _, layout, _ in table if layout.blocks), 0)
     if blocks and not math.isinf(norm_type):  # the order of a maximum does not matter
         summed, extra = (
@@ -239,12 +253,20 @@ def _norm(
             norm = norm if members in last else _over(axis, norm, norm_type)
         spanned = groups.spanned(mesh) if mesh is not None else []
         if any(axis.rank for axis in spanned if tuple(axis.ranks) not in axes[mesh]):
-            norm = torch.zeros_like(norm)  # already summed over that axis, over which the total is summed below
+            # already summed over that axis, over which the total is summed below
+            norm = torch.full_like(norm, _norm_of_none(norm_type))
         norms.append(norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for axis in last.values():
         total = _over(axis, total, norm_type)
+    if norm_type < 0 and not any(terms for _, _, terms in table):
+        return torch.zeros_like(total)  # as torch without gradients
     return total
+
+
+def _norm_of_none(norm_type: float) -> float:
+    """Returns the norm that adds nothing to a norm of this order."""
+    return math.inf if norm_type < 0 else 0.0
 
 
 def _checked(total: Tensor, table: Sequence[GradientRow], norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -295,7 +317,8 @@ def _norm_of(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> T
     if devices is None:  # torch fails on the largest element of an empty tensor
         # Torch's own function: that of tp_ext/outside knows gradients of parameters, and would sum over the ranks
         torchs = inspect.unwrap(torch.nn.utils.get_total_norm)
-        return torchs([tensor for tensor in tensors if tensor.numel()], norm_type, foreach=foreach)
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        return torchs(tensors, norm_type, foreach=foreach) if tensors else torch.tensor(_norm_of_none(norm_type))
     squares = [_ops.multi_tensor_squared_norm(there) for there in devices.values()]
     return sum((square.to(squares[0].device) for square in squares[1:]), squares[0]).sqrt()
 
@@ -354,7 +377,8 @@ def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
     """Returns the norm of all ranks' elements from the norm of each rank's."""
     # The regions only sum, so the maximum is taken of the gathered numbers
     if math.isinf(norm_type):
-        return _ops.all_gather_region(norm.reshape(1), axis, 0, None).amax()
+        gathered = _ops.all_gather_region(norm.reshape(1), axis, 0, None)
+        return gathered.amax() if norm_type > 0 else gathered.amin()
     return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
 
 
