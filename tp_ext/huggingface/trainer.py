@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,10 @@ OPTIMIZER = "tp_ext_optimizer"
 FOREIGN_OPTIMIZER = "optimizer.pt"  # of transformers.Trainer in one process
 SCHEDULER = "scheduler.pt"
 STATE_FILES = ("*optimizer*", SCHEDULER, "rng_state*", "global_step*")  # the last of DeepSpeed; "optimizer_0" of FSDP
+_NO_MODEL_INIT = (
+    "models must be made and sharded before; pass model=, and for each trial of a search make a model and a Trainer, "
+    "with values that rank 0 has chosen"
+)
 OPTIONAL = {"initial_lr", "param_names"}  # of a parameter group: set by schedulers, by torch for named parameters
 
 
@@ -40,19 +45,27 @@ class Trainer(transformers.Trainer):
 
     Args:
         model: of :func:`tp_ext.huggingface.from_pretrained`, or sharded by :func:`tp_ext.auto.apply`.
-        args, kwargs: as for ``transformers.Trainer``, which needs ``accelerate``.
+        args, rest, kwargs: as for ``transformers.Trainer``, which needs ``accelerate``, but for ``model_init``.
 
     Communicates: the plan's collectives in forward and backward; :func:`tp_ext.clip_grad_norm_` at each step.
 
     Raises:
         ValueError: the model is not sharded, or not over all ranks of the job (with a data axis, write the loop
-        yourself); the environment lacks the variables of torchrun.
+        yourself); the environment lacks the variables of torchrun; ``model_init`` is given, or no model.
+        NotImplementedError: a search for hyperparameters.
     """
 
-    def __init__(self, model: nn.Module, args: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *rest, **kwargs).arguments
+        if model is None or given.get("model_init") is not None:
+            raise ValueError(f"model_init: {_NO_MODEL_INIT}")
         # Before the base class, which makes the accelerator and takes the ranks for data-parallel ones
         self._ranks = check_sharded_over_all(model)
-        super().__init__(model, args, **kwargs)
+        super().__init__(model, args, *rest, **kwargs)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: its trials would be chosen on each rank."""
+        raise NotImplementedError(f"hyperparameter_search: {_NO_MODEL_INIT}")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the accelerator; its ranks are one data-parallel rank (:func:`share_batches`)."""
