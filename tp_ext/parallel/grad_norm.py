@@ -201,15 +201,12 @@ def _norm(
     if math.isnan(norm_type):
         raise ValueError(f"norm_type: {norm_type} must be a number")
     if norm_type == 0:
-        axes_of_rows = _axes([axis.name for axis in groups.axes])
-        for mesh in {param.device_mesh for param, _, _ in table if isinstance(param, DTensor)}:
-            axes_of_rows = _axes(mesh.get_all_groups()) | axes_of_rows
-        extra = _axes(_listed(extra_groups))
-        others = [name for ranks, name in extra.items() if ranks not in axes_of_rows]
+        by_ranks = _axes([axis.name for axis in groups.axes])
+        for of_param in {param.device_mesh for param, _, _ in table if isinstance(param, DTensor)}:
+            by_ranks = _axes(of_param.get_all_groups()) | by_ranks
+        others = [name for ranks, name in _axes(_listed(extra_groups)).items() if ranks not in by_ranks]
         device = _device([param for param, _, _ in table[:1]])
-        return nonzero_gradients(
-            table, skipped, [axes_of_rows[ranks] for ranks in sorted(axes_of_rows)], others, device
-        )
+        return nonzero_gradients(table, skipped, [by_ranks[ranks] for ranks in sorted(by_ranks)], others, device)
     blocks = next((layout.blocks for _, layout, _ in table if layout.blocks), 0)
     if blocks and not math.isinf(norm_type):  # the order of a maximum does not matter
         summed, extra = (
