@@ -34,6 +34,12 @@ def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     return copy_of_model
 
 
+def copy_of_structure(model: nn.Module) -> nn.Module:
+    """A copy of a model that has the same parameters and buffers, not copies of them."""
+    tensors = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
+    return copied_model(model, {id(t): t for t in tensors if t is not None})
+
+
 def copied_value(value: Any, memo: dict[int, Any]) -> Any:
     """A copy of what a module has, which refers to what ``memo`` has in place of the model's modules."""
     return _copy(value, memo)

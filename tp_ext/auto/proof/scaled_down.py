@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.copies import copy_of_structure
 from tp_ext.auto.proof.prove_values import FEW, UnprovenError
-from tp_ext.auto.proof.shortened import held
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.integers import IntegerSearch
@@ -90,14 +89,14 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         shapes = _shapes(part, kept)
         smaller = _Smaller(part.localized(state), shapes, kept)
         try:
-            local = IntegerSearch(smaller, 0, max_runs=MAX_SCALED_RUNS).find()
+            local, _ = IntegerSearch(smaller, 0, max_runs=MAX_SCALED_RUNS).find()
         except MismatchError as mismatch:
             failed = f"with fewer units, {mismatch}"
             continue
         if local.sizes:
             failed = "the sizes of views that its code computes have no smaller form"
             continue
-        model = copied_model(part.model, {id(t): t for t in held(part.model)})
+        model = copy_of_structure(part.model)
         _shrink(model, shapes)
         patch(model, local.patches)
         return model, _with_fewer_ids(part.example, min((units[atom] for atom in tables), default=None))

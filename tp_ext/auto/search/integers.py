@@ -17,7 +17,7 @@ from torch import nn
 
 from tp_ext.auto.record.edits import SizeCall
 from tp_ext.auto.search.choose import local_length
-from tp_ext.auto.search.localize import Localized, MismatchError, Patches, compare_calls
+from tp_ext.auto.search.localize import Localized, MismatchError, Patches, PythonCall, compare_calls
 
 MAX_TOGETHER = 6  # integers of one set, each in all modules of a class
 MAX_RUNS = 150
@@ -49,6 +49,7 @@ class _Seen:
     mismatch: MismatchError | None
     wrong: dict[str, int]  # module -> sizes that its code gives wrong
     sizes: SizesByModule
+    calls: list[PythonCall]
 
     def effect(self) -> tuple[Any, ...]:
         """Returns what integers change: the calls that are reached, and the sizes of the code."""
@@ -76,8 +77,8 @@ class IntegerSearch:
         self.idle: set[str] = set()  # integers that changed nothing
         self.first = localized.runs
 
-    def find(self) -> Local:
-        """Returns what must be local.
+    def find(self) -> tuple[Local, list[PythonCall]]:
+        """Returns what must be local, and the calls that the local model makes with it.
 
         Raises:
             MismatchError: there is nothing with which all calls agree.
@@ -100,12 +101,11 @@ class IntegerSearch:
             self.changed.update(wrong)
         best = self.without_needless(best)
         local = Local(best.patches, {name: best.sizes[name] for name in sorted(self.changed & set(best.sizes))})
+        # An observer that has changed no size has seen the calls that the model makes without it
+        if not best.wrong:
+            return local, best.calls
         # Again without the observer, which has made all sizes right itself
-        calls, raised = self.localized.run(self.rank, local.patches, local.sizes)
-        _, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
-        if mismatch is not None:
-            raise mismatch
-        return local
+        return local, self.localized.checked(self.rank, local.patches, local.sizes)
 
     def best_from(self, start: _Seen) -> _Seen:
         """The first set with nothing wrong; else the best that was seen."""
@@ -154,7 +154,7 @@ class IntegerSearch:
             reached, mismatch = compare_calls(self.wanted, calls, raised, self.lines)
             # At least 1, since calls in addition differ after all wanted calls were reached
             left = 0 if mismatch is None else max(1, len(self.wanted) - reached)
-            self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned())
+            self.seen[key] = _Seen(patches, left, mismatch, observer.wrong(), observer.planned(), calls)
         return self.seen[key]
 
     def without_needless(self, best: _Seen) -> _Seen:
@@ -244,14 +244,14 @@ class IntegerSearch:
         return changed
 
 
-def agreeing(localized: Localized, rank: int, given: Local) -> Local | None:
-    """The code of a rank that is carried out, if all calls agree with it: a search might end at another."""
+def agreeing(localized: Localized, rank: int, given: Local) -> tuple[Local, list[PythonCall]] | None:
+    """The code of a rank that is carried out, with the calls that it makes, if all agree with it: a search might end at
+    another."""
     local = given.of(dict(localized.model.named_modules(remove_duplicate=False)))  # a part has some of them
     try:
-        localized.checked(rank, local.patches, local.sizes)
+        return local, localized.checked(rank, local.patches, local.sizes)
     except MismatchError:
         return None
-    return local
 
 
 def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple[int, int]]]:

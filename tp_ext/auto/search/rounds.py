@@ -318,9 +318,8 @@ class Planner:
             if key not in searched:
                 before = next(iter(searched.values()), self.local)
                 given = agreeing(localized, rank, self.given[rank]) if self.given else None
-                integers = given or IntegerSearch(localized, rank, before).find()
-                searched[key] = integers
-                proofs[key] = digest(localized.calls(rank, integers.patches, integers.sizes))
+                searched[key], calls = given or IntegerSearch(localized, rank, before).find()
+                proofs[key] = digest(calls)
             state.local[rank] = searched[key]
             state.proofs.append(proofs[key])
         kinds = {str({m: sorted(changes) for m, changes in integers.patches.items()}) for integers in searched.values()}
