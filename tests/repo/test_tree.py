@@ -410,25 +410,25 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 4400,  # one check of paths, ranks of a group, whose random generator counts
-    "_ops": 1650,  # float8, products of few tokens with few bits, all-reduce and norm
-    "auto": 14350,  # direct calls, blocks of tp_invariant, what a call and a copy are proven for, what code keeps
-    "checkpoint": 5050,  # readers of files of others
+    "": 4600,  # one check of paths, ranks of a group, whose random generator counts
+    "_ops": 1700,  # float8, products of few tokens with few bits, all-reduce and norm
+    "auto": 15100,  # direct calls, blocks of tp_invariant, what a call and a copy are proven for, what code keeps
+    "checkpoint": 5150,  # readers of files of others
     "debug": 2650,  # one digest of a model, rules of tp_invariant and float8, the order of collectives
     "elastic": 1450,  # what must be equal in all replicas
-    "huggingface": 2050,  # weights that are quantised as they are read
+    "huggingface": 2150,  # weights that are quantised as they are read
     "lightning": 350,
     "low_precision": 900,  # float8
-    "mesh_program": 1150,
+    "mesh_program": 1450,
     "model": 1970,  # reasons at branches, parameters that a handle knows, attributes of parameters
-    "nn": 7000,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
+    "nn": 7050,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
     "optim": 1150,
     "outside": 2250,  # trials of optimizers in blocks, ranks whose shards are empty
-    "parallel": 4100,  # trees of microbatches
-    "planner": 3650,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
+    "parallel": 4200,  # trees of microbatches
+    "planner": 3700,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
     "refit": 1650,  # rows that go without a copy, models that have changed, states that a target needs
     "simulation": 850,
-    "verify": 1650,  # reasons at branches
+    "verify": 1700,  # reasons at branches
 }
 
 
