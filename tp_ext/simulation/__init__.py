@@ -36,8 +36,8 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     debugger stops one rank while all others stand still, and the state that torch keeps for the process is that of the
     rank that runs: the random generators (torch's, ``random`` and ``numpy.random``), the default dtype, the filters of
     warnings, the seed of :func:`tp_ext.manual_seed`. Gradient mode and autocast are the caller's at first;
-    torch's dispatch and function modes do not reach the ranks. Afterwards all state of the caller is as before, and no
-    thread is left.
+    torch's dispatch and function modes do not reach the ranks. Afterwards all state of the caller is as before, no
+    thread is left, and nothing that the ranks made is kept but the results.
 
     ``group`` works for everything that takes a process group: all of this package, ``torch.distributed`` with
     ``group=`` (also ``async_op=True``, messages, objects), functional collectives, ``count_collectives``, which counts

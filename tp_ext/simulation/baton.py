@@ -92,6 +92,12 @@ class Baton:
             RuntimeError: a rank failed.
         """
         try:
+            return self._run_all()
+        finally:
+            self._forget()
+
+    def _run_all(self) -> list[Any]:
+        try:
             for rank in self._ranks:
                 rank.thread.start()
             self._give_to(self._ranks[0])
@@ -108,6 +114,14 @@ class Baton:
         if self._failure is not None:
             raise RuntimeError(f"simulate: {self._failure}") from self._cause
         return [rank.result for rank in self._ranks]
+
+    def _forget(self) -> None:
+        """Drops what the ranks ran and made. A group is an object of C++ that refers to this one: if this one led back
+        to a group, as its function does, the garbage collector would not see the cycle, and all would stay alive."""
+        del self._body, self._outside
+        self._cause = None
+        for rank in self._ranks:
+            del rank.state, rank.result
 
     def check(self) -> None:
         """Raises RuntimeError: a rank failed."""

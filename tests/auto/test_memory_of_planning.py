@@ -1,0 +1,106 @@
+"""What plans, sharded models and simulated ranks leave alive, once nobody refers to them any more: nothing."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tp_ext import auto, debug
+
+IDS = torch.arange(12).view(2, 6)
+Refs = list[weakref.ref]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.drop = nn.Embedding(16, 8), nn.Linear(8, 32), nn.Dropout(0.1)
+        self.out, self.head = nn.Linear(32, 8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        h = self.embedding(ids)
+        logits = self.head(h + self.drop(self.out(F.relu(self.layer(h)))))
+        return logits if labels is None else (F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def _objects(*models: nn.Module) -> Refs:
+    """The modules, parameters and gradients of models."""
+    parameters = [p for model in models for p in model.parameters()]
+    modules = [module for model in models for module in model.modules()]
+    return [weakref.ref(x) for x in (*modules, *parameters, *(p.grad for p in parameters if p.grad is not None))]
+
+
+def _trained(model: nn.Module, p: int, group: Any, **options: Any) -> Refs:
+    """Plans, applies and trains; another length is planned again."""
+    auto.apply(auto.plan(model, {"ids": IDS, "labels": IDS}, p, **options), model, group)
+    for ids in (IDS, IDS[:, :5]):
+        loss, logits = model(ids, labels=ids)
+        (loss + logits[..., 0].sum()).backward()
+    return _objects(model)
+
+
+def _planned() -> Refs:
+    auto.plan(model := Model(), (IDS,), 2)
+    return _objects(model)
+
+
+def _refused() -> Refs:
+    refs = _objects(model := Model())
+    with pytest.raises(ValueError, match="hints"):
+        auto.plan(model, (IDS,), 2, hints={"drop": "sharded"})
+    return refs
+
+
+def _on_ranks(p: Any, fails: bool = False, **options: Any) -> Refs:
+    refs: Refs = []
+
+    def run(rank: int, group: Any) -> nn.Module:
+        group = group if isinstance(p, int) else group["tp"].get_group()
+        model = Model()
+        refs.extend(_trained(model, 2, group, **options))
+        if fails and rank == 1:
+            raise KeyError("rank 1 ends")
+        dist.barrier(group)
+        vars(model)["group"] = group
+        return model
+
+    try:
+        debug.simulate(run, p)
+    except RuntimeError as error:
+        assert fails and "rank 1 ends" in str(error)
+    return refs
+
+
+def _in_closure() -> Refs:
+    model = Model()
+    losses = debug.simulate(lambda rank, group: model(IDS, IDS)[0], 2)
+    return [*_objects(model), *map(weakref.ref, losses)]
+
+
+CASES: dict[str, Callable[[], Refs]] = {
+    "a plan": _planned,
+    "a plan that is refused": _refused,
+    "a sharded model": lambda: _trained(Model(), 1, None),
+    "simulated ranks": lambda: _on_ranks(2),
+    "simulated ranks of a function with a closure": _in_closure,
+    "simulated ranks of a mesh": lambda: _on_ranks({"dp": 2, "tp": 2}),
+    "simulated ranks of which one raises": lambda: _on_ranks(2, fails=True),
+    "simulated ranks with sharded tokens": lambda: _on_ranks(2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_stays_alive(case):
+    refs = CASES[case]()
+    gc.collect()
+    assert refs
+    assert [ref() for ref in refs if ref() is not None] == []
+    # Copies that the proof by values has run; by its type, since a proxy's class is what it stands for
+    assert [x for x in gc.get_objects() if issubclass(type(x), Model)] == []
