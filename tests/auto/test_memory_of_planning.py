@@ -15,6 +15,7 @@ from tp_ext import auto, debug
 
 IDS = torch.arange(12).view(2, 6)
 Refs = list[weakref.ref]
+layer: Any = None  # a global with the name of an attribute that forward reads
 
 
 class Model(nn.Module):
@@ -57,6 +58,31 @@ def _refused() -> Refs:
     return refs
 
 
+def _with_global() -> Refs:
+    global layer
+    refs = _objects(layer := Model())
+    auto.plan(layer, (IDS,), 2)
+    layer = None
+    return refs
+
+
+def _of_local_class() -> Refs:
+    shared, table = nn.Linear(8, 8), torch.ones(8)
+
+    class Table(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * table
+
+    class Local(Model):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+            loss, logits = super().forward(ids, labels)
+            return loss + shared(self.embedding(ids)).mean(), logits
+
+    model = Local()
+    model.embedding = Table(16, 8)
+    return [*_trained(model, 1, None), *_objects(shared), *map(weakref.ref, (table, Local, Table))]
+
+
 def _on_ranks(p: Any, fails: bool = False, **options: Any) -> Refs:
     refs: Refs = []
 
@@ -86,7 +112,9 @@ def _in_closure() -> Refs:
 CASES: dict[str, Callable[[], Refs]] = {
     "a plan": _planned,
     "a plan that is refused": _refused,
+    "a plan, with a global of the name of a layer": _with_global,
     "a sharded model": lambda: _trained(Model(), 1, None),
+    "a sharded model of a class with a closure": _of_local_class,
     "simulated ranks": lambda: _on_ranks(2),
     "simulated ranks of a function with a closure": _in_closure,
     "simulated ranks of a mesh": lambda: _on_ranks({"dp": 2, "tp": 2}),

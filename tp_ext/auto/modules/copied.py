@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import copy
 import copyreg
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -24,6 +23,7 @@ from tp_ext.auto.modules.leaves import RowsOfTable, with_lookup
 from tp_ext.auto.modules.random_draws import Masks
 from tp_ext.auto.modules.token_hooks import TokenLengths
 from tp_ext.auto.record.forwards import CalledForward
+from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.search.sizes import SizedForward
 
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -110,7 +110,7 @@ def _anew(make: Callable[..., Any], arguments: tuple[Any, ...], cls: Any, has_ro
     return module
 
 
-@functools.cache
+@while_used
 def _with_edits(own: type[Any], cls: type[Any]) -> type[nn.Module]:
     """The subclass of a module's class whose copies have the edits.
 
@@ -329,7 +329,7 @@ def keep_edits(model: nn.Module, before: Before) -> None:
         if edited.get(module):
             module.tp_edited = edited[module]  # type: ignore[assignment]
         if (has_own and (_edits_of(module) or edited.get(module))) or _is_edit(vars(module).get("forward")):
-            module.__class__ = _with_edits(own, type(module))  # type: ignore[arg-type]
+            module.__class__ = _with_edits(own, type(module))
     # Last: a hook counts the hooks and classes that are there by now
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():

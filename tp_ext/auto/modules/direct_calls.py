@@ -24,6 +24,7 @@ from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument
 from tp_ext.auto.modules.leaves import empty_of
 from tp_ext.auto.record.edits import DirectCall, LeafPath, Slice, Tokens, leaf_name
 from tp_ext.auto.record.forwards import options_of
+from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
@@ -194,7 +195,7 @@ class DirectlyCalled(nn.Module):
         return _empty, empty_of(type(self).__bases__[1]), self.__getstate__()
 
 
-@functools.cache
+@while_used
 def with_direct_calls(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a module's class with a forward that converts; one for each class."""
 
@@ -208,7 +209,7 @@ def with_direct_calls(cls: type[nn.Module]) -> type[nn.Module]:
 
 def _empty(make: Callable[[Any], nn.Module], cls: type[nn.Module]) -> nn.Module:
     module = make(cls)
-    module.__class__ = with_direct_calls(type(module))  # type: ignore[arg-type]
+    module.__class__ = with_direct_calls(type(module))
     return module
 
 
@@ -327,7 +328,7 @@ def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGrou
 
 
 def _convert(module: nn.Module, call: CallOfModule) -> None:
-    module.__class__ = with_direct_calls(type(module))  # type: ignore[arg-type]
+    module.__class__ = with_direct_calls(type(module))
     module.tp_call = call  # type: ignore[assignment]
 
 

@@ -3,7 +3,6 @@ RMS norms."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.auto.modules.token_hooks import TokenLengths
+from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.trace import trace
 from tp_ext.group import ParallelGroup
@@ -223,7 +223,7 @@ LOOKUPS: dict[type[nn.Module], type[RowsOfTable]] = {nn.Embedding: VocabLookup, 
 TABLES: dict[type[nn.Module], type[nn.Module]] = {lookup: table for table, lookup in LOOKUPS.items()}
 
 
-@functools.cache
+@while_used
 def with_lookup(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a table's class with the look-up of shards below it; one for each class."""
     lookup = next(LOOKUPS[table] for table in LOOKUPS if issubclass(cls, table))
@@ -241,14 +241,14 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 
 
 def _empty(base: type[nn.Module]) -> nn.Module:
-    cls = with_lookup(TABLES.get(base, base))  # type: ignore[arg-type]
+    cls = with_lookup(TABLES.get(base, base))
     return cls.__new__(cls)
 
 
 def shard_embedding(module: nn.Module, sharding: Sharding, group: ParallelGroup) -> None:
     """Makes an embedding, whose weight is a shard already, look up rows of the full table."""
     (rows,) = sharding.slices(group.rank, group.size)
-    module.__class__ = with_lookup(type(module))  # type: ignore[arg-type]
+    module.__class__ = with_lookup(type(module))
     module.tp_group = group  # type: ignore[assignment]
     module.first_row, module.local_rows = rows.start, rows.stop - rows.start
 

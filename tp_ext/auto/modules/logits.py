@@ -96,7 +96,7 @@ class ShardedLogits(Tensor):
         return sum(cls.sizes)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # simulations have names of their own
 def logits_type(group: ParallelGroup, sizes: tuple[int, ...], blocks: int | None = None) -> type[ShardedLogits]:
     """The subclass for a group, lengths and blocks: a tensor keeps no attributes of its own through views."""
     return type("ShardedLogits", (ShardedLogits,), {"group": group, "sizes": sizes, "blocks": blocks})

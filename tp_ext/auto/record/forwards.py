@@ -3,8 +3,8 @@ are torch's own."""
 
 from __future__ import annotations
 
-import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,15 @@ def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: An
     return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
-@functools.lru_cache(maxsize=1024)  # it takes longer than all else that is asked of a call
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+    signature = _signatures.get(forward)
+    if signature is None:
+        signature = _signatures[forward] = inspect.signature(forward)
+    return signature
+
+
+# It takes longer than all else that is asked of a call. Weak: a forward may have a model in its closure
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
 
 
 def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tp_ext.auto.record.kept import while_used
+
 CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
 FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "tp_ext"}
 MAX_VISITED = 20_000  # a library of any size may be reachable: what comes later is not looked at
@@ -133,9 +135,9 @@ class Reachable(CodePlaces):
             self.names[id(namespace), name] = namespace, name
 
 
-@functools.lru_cache(maxsize=8)
+@while_used
 def of_classes(classes: frozenset[type]) -> Reachable:
-    """Returns what the code of classes can reach; kept, since a plan asks for it in each of its runs."""
+    """Returns what the code of classes can reach, which a plan asks for in each of its runs."""
     return Reachable(classes)
 
 

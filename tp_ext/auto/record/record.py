@@ -132,6 +132,7 @@ class Record:
         self.numbers: list[str] = []  # lines of code that read a parameter or buffer as a number
         self.read: Any = None  # the numbers that code reads from arguments, of numbers.py
         self.without_values: list[str] = []  # arguments of which it would read some
+        self.reachable: Any = None  # from the model's code, for the runs after this one
 
     def dims_of(self, tensor: Tensor) -> list[Dim]:
         dims = self.dims.get(id(tensor))

@@ -34,7 +34,7 @@ from tp_ext.auto.record.multi_head import plain_paths
 from tp_ext.auto.record.numbers import READ, Change, Numbers
 from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
 from tp_ext.auto.record.rules import OperatorCall, Rule, draws_random_numbers, no_rule, rule_of
-from tp_ext.auto.record.unchanged import unchanged
+from tp_ext.auto.record.unchanged import reachable_from, unchanged
 from tp_ext.auto.record.whole_calls import SHOWN, WHOLE_CALLS
 from tp_ext.mesh_program.partition_spec import P
 
@@ -254,6 +254,7 @@ def trace(
         shares_inputs: floating-point inputs may be sliced, as a cache is that a sharded model has returned whole.
     """
     record = Record() if record is None else record
+    record.reachable = reachable_from(model)
     # Code may hold tensors that are no parameters or buffers, such as a table in a closure
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if fakes is None else fakes
     fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own

@@ -47,11 +47,15 @@ def places_of(model: nn.Module) -> CodePlaces:
         for value in container.values() if isinstance(container, dict) else container:
             if isinstance(value, FUNCTIONS):
                 functions[id(value)] = value
-    classes = frozenset(type(module) for module in model.modules())
-    for reached in (of_classes(classes), *([Reachable(functions.values())] if functions else [])):
+    for reached in (reachable_from(model), *([Reachable(functions.values())] if functions else [])):
         for name, inner in vars(places).items():
             inner.update(getattr(reached, name))
     return places
+
+
+def reachable_from(model: nn.Module) -> Reachable:
+    """Returns what the code of a model's classes can reach; a run finds it as long as a run before it is held."""
+    return of_classes(frozenset(type(module) for module in model.modules()))
 
 
 def _containers_in(holder: Any, containers: dict[int, Any], depth: int) -> Iterator[Any]:
