@@ -16,6 +16,7 @@ from tp_ext import auto, debug
 IDS = torch.arange(12).view(2, 6)
 Refs = list[weakref.ref]
 layer: Any = None  # a global with the name of an attribute that forward reads
+alive: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # models that have run
 
 
 class Model(nn.Module):
@@ -132,3 +133,23 @@ def test_nothing_stays_alive(case):
     assert [ref() for ref in refs if ref() is not None] == []
     # Copies that the proof by values has run; by its type, since a proxy's class is what it stands for
     assert [x for x in gc.get_objects() if issubclass(type(x), Model)] == []
+
+
+class NoDoubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        alive.add(self)
+        y = self.first(x)
+        if x.dtype == torch.float64:
+            raise TypeError("no doubles")
+        gc.collect()
+        assert all(model.first.weight.dtype != torch.float64 for model in alive)
+        return self.second(F.relu(y))
+
+
+def test_failed_run_is_freed_before_next_one():
+    plan = auto.plan(NoDoubles(), (torch.randn(3, 4),), 2)
+    assert (plan.proof, len(plan.shardings)) == ("values", 3)

@@ -394,9 +394,10 @@ def _accepted(
     """Runs a model on one rank, without the runs that it does not accept; returns the others and their results.
 
     Some models reject one sequence in training, a row more, or an argument that requires a gradient."""
-    first_error: Exception | None = None
+    # Text: an exception has the frames of the run that has failed, and all activations in them
+    first_error = ""
 
-    def run_all(rank: int, group: Any) -> tuple[list[RunResults], Exception | None]:
+    def run_all(rank: int, group: Any) -> tuple[list[RunResults], str]:
         model = copied_model(reduced)
         prepare(model, group)
         results: list[RunResults] = []
@@ -404,8 +405,8 @@ def _accepted(
             try:
                 results.append(run(model))
             except Exception as error:
-                return results, error
-        return results, None
+                return results, f"{type(error).__name__}: {str(error)[:200]}"
+        return results, ""
 
     with_gradients = any(run.backward for run in runs)
     while any(run.training and run.backward == with_gradients for run in runs):
@@ -413,7 +414,7 @@ def _accepted(
             results, error = simulate(run_all, 1)[0]
         except RuntimeError as refused:  # by `prepare`
             raise UnprovenError(f"{type(refused).__name__}: {str(refused)[:200]}") from refused
-        if error is None:
+        if not error:
             return runs, results
         first_error = first_error or error
         failed = runs[len(results)]
@@ -422,7 +423,7 @@ def _accepted(
             runs = [dataclasses.replace(run, input_gradients=False) for run in runs]
         else:
             runs = [run for run in runs if run is not failed]
-    raise UnprovenError(f"{type(first_error).__name__}: {str(first_error)[:200]}") from first_error
+    raise UnprovenError(first_error)
 
 
 def layouts_by_name(model: nn.Module) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Prover:
             UnprovenError: the model has no form that fits the budget, or does not run with fewer layers.
         """
         p = min(plan.p, MAX_PROVEN_RANKS)
-        failed: UnprovenError | None = None
+        failed = ""  # text: an exception would keep the frames of its run, with a model
         # All layers: of a model that reads the results of layers by number, or has few parameters anyway
         for kept in (2, 1, None):
             reduced = shortened(model, kept, self._edits_in)
@@ -105,9 +105,9 @@ class Prover:
                 try:
                     return p, reduced, self._runnable(reduced, example, p)
                 except UnprovenError as error:
-                    failed = failed or error
-        if failed is not None:
-            raise failed
+                    failed = failed or str(error)
+        if failed:
+            raise UnprovenError(failed)
         # Fewer ranks need fewer heads; not where ranks have copies, which fewer would not have
         copies = any(part.copies > 1 for sharding in plan.shardings.values() for part in sharding.parts)
         for kept in (2, 1):
@@ -141,8 +141,8 @@ class Prover:
                 trace(reduced, candidate, operators=False)
                 return candidate
             except Exception as error:  # of the model's own code
-                failed = error
-        raise UnprovenError(f"with fewer layers, {type(failed).__name__}: {failed}")
+                failed = f"{type(error).__name__}: {error}"
+        raise UnprovenError(f"with fewer layers, {failed}")
 
     def differences(self, plan: Plan) -> dict[str, Any]:
         """The kinds of parameters, by :func:`kind_of`, by which values differ under a plan, with the reason; {}: none.
@@ -228,7 +228,7 @@ class Prover:
             return ""
         whole = for_one_rank(plan, self.modules)
         progress.step(f"running {len(only)} sharded parameters on {self.p} ranks")
-        failed: Exception | None = None
+        failed = ""
         for dtype in self.dtypes:
             try:
                 running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
@@ -240,9 +240,8 @@ class Prover:
                 return f"{error}{self._line(running, plan, whole, error, dtype) if locate else ''}"
             except UnprovenError as error:
                 # The unsharded model may not run in this type: the next type may prove the plan
-                failed = error
-        assert failed is not None
-        raise failed
+                failed = str(error)
+        raise UnprovenError(failed)
 
     def _line(
         self, running: nn.Module, plan: Plan, whole: Plan, error: DifferentValuesError, dtype: torch.dtype | None
