@@ -100,7 +100,7 @@ class Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        # Others of these arguments by name, too: the dim of a split tells what its sizes are
+        # Others of these arguments by name, too: the sizes of a split are those of its dim
         args, kwargs = by_place(func, args, kwargs or {}) if name in SIZES else (args, kwargs or {})
         sizes = sizes_of(name, args, kwargs)
         module = self.record.modules[-1] if self.record is not None else ""
