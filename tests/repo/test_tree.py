@@ -427,7 +427,7 @@ BUDGETS = {
     "parallel": 4200,  # trees of microbatches
     "planner": 3700,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
     "refit": 1650,  # rows that go without a copy, models that have changed, states that a target needs
-    "simulation": 850,
+    "simulation": 900,
     "verify": 1700,  # reasons at branches
 }
 
