@@ -302,7 +302,7 @@ def _layers():
         (lambda: tp_ext.VocabParallelEmbedding(16, 4, pad_to_multiple_of=8, **linear), "pad_to_multiple_of: 8"),
         (lambda: tp_ext.VocabParallelEmbedding(4, 4, **linear), "vocab_size: 4"),
         (lambda: tp_ext.ParallelMoE(8, 8, 4, 2, capacity=1.0, **linear), "capacity: 1.0"),
-        (lambda: tp_ext.LoRALinear(tp_ext.ColumnParallelLinear(8, 8, **linear), 2, alpha=1), "LoRALinear: "),
+        (lambda: tp_ext.LoRALinear(tp_ext.ColumnParallelLinear(8, 8, **linear), 2, alpha=1), "base: a layer"),
         (lambda: tp_ext.coalesce_gradients(tp_ext.LayerNorm(8, group=None)), "module: "),
         (lambda: tp_ext.linear_cross_entropy(torch.ones(2, 4), torch.ones(8, 4), target, None), "linear_cross_entropy"),
         (lambda: tp_ext.reduce_from_region(torch.ones(2), None), "reduce_from_region: "),

@@ -419,5 +419,5 @@ def _adapter_of_a_head(group: Any) -> None:
 
 
 def test_an_adapter_of_a_layer_that_gathers_tokens_is_refused() -> None:
-    words = "base: gathers tokens itself, by a plan; plan with sequence_parallel=False"
+    words = "lm_head: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter"
     run_raises(_adapter_of_a_head, 2, ValueError, words, in_turns=False)

@@ -289,9 +289,9 @@ UNNAMED = {
 
 @pytest.mark.parametrize("what", UNNAMED)
 def test_experts_without_a_name_are_refused(what, tmp_path):
-    """To write them, before any collective."""
+    """On all ranks, which agree on it before the first file."""
     family, options, message = UNNAMED[what]
-    ranks.run_raises(_without_names, 2, ValueError, message, tmp_path, "save", family, options)
+    ranks.run_raises(_without_names, 2, ValueError, message, tmp_path, "save", family, options, in_turns=False)
     tp_ext.save_safetensors(tmp_path, made(family, **options))
     ranks.run_raises(_without_names, 2, ValueError, message, tmp_path, "load", family, options, in_turns=False)
 

@@ -91,7 +91,7 @@ EXPERTS_BUGS = [
     _bug(
         "norm_over_a_spanned_axis",
         "parallel/grad_norm.py",
-        "norm = torch.zeros_like(norm)  # already summed over that axis, over which the total is summed below",
+        "norm = torch.full_like(norm, _norm_of_none(norm_type))",
         "pass",
         "What FSDP2 shards over the expert group, too, counts once for each of its ranks.",
         f"{STEPS}[sizes0-fsdp2]",

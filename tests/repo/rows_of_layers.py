@@ -137,7 +137,7 @@ ALONE = {
     ),
     "tokens to be gathered": (lambda g, bad: _layout(g).unshard(ones(4 + bad)), "x: 5 elements"),
     "max_norm": (lambda g, bad: _clip(g, tp_ext.clip_grad_norm_, 1.0 - 2 * bad), "max_norm: -1.0 must"),
-    "norm_type": (lambda g, bad: _clip(g, tp_ext.grad_norm, 2.0 - 2 * bad), "norm_type: 0.0 must"),
+    "norm_type": (lambda g, bad: _clip(g, tp_ext.grad_norm, float("nan") if bad else 2.0), "norm_type: nan must"),
     "a matrix": (_matmul, r"b: shape \(2, 4\) must end in"),
     "a dim of a region": (lambda g, bad: tp_ext.gather_from_region(ones(2, 2), g, 0 + 2 * bad), "dim: 2 must be in"),
     "a dim to be gathered": (lambda g, bad: tp_ext.all_gather_region(ones(2, 2), g, 0 + 2 * bad), "dim: 2 must be in"),

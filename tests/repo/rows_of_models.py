@@ -123,10 +123,14 @@ def _refit_later(change, is_read=True):
     def call(group, bad):
         source, target = block(group), block(group)
         plan = refit.plan(source, target, process_group=group)
+        parameters = target[0]._parameters
         if bad:
             change(target, source)
-        with unchanged(*[target] * is_read):
-            plan.run()
+        try:
+            with unchanged(*[target] * is_read):
+                plan.run()
+        finally:  # later calls of this process may look at all live modules, and this one lives until it is collected
+            target[0]._parameters = parameters
 
     return call
 
