@@ -165,8 +165,12 @@ after_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_com
 
 def _take_over(group: ParallelGroup, device: torch.device) -> None:
     present = _round_of(group)
-    if present is None:
-        return
+    if present is not None:
+        with torch._C._DisableFuncTorch():  # within torch.func states would be wrapped, whose bytes nothing can read
+            _receive(group, present, device)
+
+
+def _receive(group: ParallelGroup, present: _Meetings, device: torch.device) -> None:
     generator = default_generator(device)
     before = generator.get_state()
     message = torch.cat([_bytes_of_seed(), before])
