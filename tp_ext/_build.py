@@ -98,7 +98,8 @@ def build_info() -> dict[str, Any]:
         `tp_ext`: version of this package; `torch_built`, `torch_running`: torch at build time and
         now; `cuda`: CUDA toolkit that compiled the kernels, None in a CPU-only build; `cuda_archs`:
         the GPU architectures compiled for; `compiler`: the C++ compiler; `cuda_available`: whether
-        CUDA tensors work here, that is whether there are both kernels and a GPU.
+        CUDA tensors work here, that is whether there are both kernels and a GPU; `products`: the
+        library of torch that multiplies fp32 matrices in layers on the CPU, measured at the first call.
     """
     built = load().build_info()
     return {
@@ -109,4 +110,5 @@ def build_info() -> dict[str, Any]:
         "cuda_archs": built["cuda_archs"].replace(";", " ").split(),
         "compiler": built["compiler"],
         "cuda_available": built["cuda"] is not None and torch.cuda.is_available(),
+        "products": load().cpu_products(),
     }

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+import tp_ext
+
 Record = dict[str, object]
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -80,7 +82,10 @@ def stamp(device: str, *packages: str) -> Record:
     edited = "+" if git("status", "--porcelain", "-uno") else ""
     commit = git("rev-parse", "--short", "HEAD") + edited or os.environ.get("TP_EXT_COMMIT", "unknown")
     versions = {package: _version(package) for package in packages}
-    return {"commit": commit, "device": name, "torch": torch.__version__, **versions, "date": _today()}
+    environment = {"commit": commit, "device": name, "torch": torch.__version__, **versions, "date": _today()}
+    if device == "cpu":
+        environment["products"] = tp_ext.build_info()["products"].partition(", as measured")[0]
+    return environment
 
 
 def _version(package: str) -> str:

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "check.h"
+#include "products.h"
 #include "types.h"
 
 namespace tp_ext::composed {
@@ -23,7 +24,7 @@ inline void check_add_weight_grad(const Tensor& main_grad, const Tensor& dy, con
 // Multiplied and added in main_grad's dtype
 inline void add_weight_grad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x) {
   const auto dtype = main_grad.scalar_type();
-  main_grad.addmm_(dy.t().to(dtype), x.to(dtype));
+  products::add_mm_(main_grad, dy.t().to(dtype), x.to(dtype));
 }
 
 }  // namespace tp_ext::composed

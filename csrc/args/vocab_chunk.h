@@ -7,6 +7,7 @@
 #include <ATen/ops/mm.h>
 
 #include "check.h"
+#include "products.h"
 #include "types.h"
 
 namespace tp_ext::composed {
@@ -22,23 +23,25 @@ inline void check_vocab_chunk(const Tensor& logits, const Tensor& x, const Tenso
 inline void vocab_chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
                                 const OptionalTensor& bias) {
   Tensor out = logits;
-  if (bias.has_value())
+  if (bias.has_value() && !x.is_cpu()) {
     at::addmm_out(out, *bias, x, weight.t());
-  else
-    at::mm_out(out, x, weight.t());
+    return;
+  }
+  products::mm_out(out, x, weight.t());
+  if (bias.has_value()) out.add_(*bias);
 }
 
 inline Tensor vocab_chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {
-  return at::mm(dlogits, weight);
+  return products::mm(dlogits, weight);
 }
 
 inline void vocab_chunk_weight_grad_(const Tensor& dw, const Tensor& dlogits, const Tensor& x,
                                      bool add) {
   Tensor out = dw;
   if (add)
-    out.addmm_(dlogits.t(), x);
+    products::add_mm_(out, dlogits.t(), x);
   else
-    at::mm_out(out, dlogits.t(), x);
+    products::mm_out(out, dlogits.t(), x);
 }
 
 }  // namespace tp_ext::composed

@@ -19,6 +19,7 @@
 #include "autograd/main_grad.h"
 #include "comm/collectives.h"
 #include "operators.h"
+#include "products.h"
 
 namespace tp_ext {
 namespace {
@@ -37,7 +38,7 @@ struct AllToAllLinear : Function<AllToAllLinear> {
     if (main_grad.has_value()) data["main_grad"] = *main_grad;
     const Unrecorded guard(comm::traced(rows) || comm::traced(x));
     auto arriving = comm::all_to_all_async(rows, group, 0, 0, split, concat);
-    Tensor y = at::linear(x, weight);
+    Tensor y = products::linear(x, weight);
     return {arriving.wait(), y};
   }
 
@@ -61,13 +62,13 @@ struct AllToAllLinear : Function<AllToAllLinear> {
     const Unrecorded guard(comm::traced(drows) || comm::traced(dy));
     std::optional<comm::Pending> returning;
     if (wants_rows) returning.emplace(comm::all_to_all_async(drows, group, 0, 0, received, sent));
-    if (wants_x) result[4] = at::matmul(dy, weight);
+    if (wants_x) result[4] = input_grad(dy, weight);
     if (wants_w && accumulates) {
       const Tensor main_grad = data["main_grad"].toTensor();
       add_weight_grad(main_grad, as_rows(dy), as_rows(x));
       result[5] = placeholder_grad(main_grad, dy, 2);
     } else if (wants_w) {
-      result[5] = at::mm(as_rows(dy).t(), as_rows(x));
+      result[5] = weight_grad(dy, x);
     }
     if (returning) result[0] = returning->wait();
     return result;

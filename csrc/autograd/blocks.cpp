@@ -5,11 +5,8 @@
 #include "autograd/linear_overlap.h"
 #include "operators.h"
 
-// MKL's own functions, which torch's library exports where it contains MKL
-extern "C" {
-int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
-int mkl_serv_cbwr_get(int option) __attribute__((weak));
-}
+// MKL's own function, which torch's library exports where it contains MKL
+extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
 
 namespace tp_ext {
 
@@ -44,11 +41,6 @@ OneThread::OneThread()
 OneThread::~OneThread() {
   if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(mkl_);
   omp_set_num_threads(omp_);
-}
-
-bool products_are_strict() {
-  constexpr int kAll = ~0, kStrict = 0x10000;  // MKL_CBWR_ALL, MKL_CBWR_STRICT
-  return !mkl_serv_cbwr_get || (mkl_serv_cbwr_get(kAll) & kStrict) != 0;
 }
 
 Tensor column_sums(const Tensor& rows, const std::vector<Segment>& segments) {

@@ -46,10 +46,6 @@ class OneThread {
   int mkl_, omp_;
 };
 
-// Whether MKL's products are independent of alignment and leading dimension (MKL_CBWR=..,STRICT);
-// true where torch has no MKL
-bool products_are_strict();
-
 // Calls f(i) for i in [0, n): on the CPU several at a time, each on one thread
 template <typename F>
 void for_each_block(const Tensor& like, int64_t n, const F& f) {

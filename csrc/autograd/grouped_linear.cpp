@@ -23,6 +23,7 @@
 #include "check.h"
 #include "comm/collectives.h"
 #include "operators.h"
+#include "products.h"
 
 namespace tp_ext {
 namespace {
@@ -81,7 +82,7 @@ Tensor rows_times(const Tensor& x, const Tensor& weight, const Grouping& groupin
         if (inference && is_skinny(own, w))
           result.copy_(skinny_linear_cpu(own, w, std::nullopt));
         else
-          at::mm_out(result, own, w.t());
+          products::mm_out(result, own, w.t());
       },
       x, y);
   return y;
@@ -101,7 +102,7 @@ Tensor outer(const Tensor& a, const Tensor& b, const Grouping& grouping) {
       [&](int64_t e, const Tensor& own_a, const Tensor& own_b) {
         Tensor result = z.select(0, e);
         if (grouping.counts[e] > 0)
-          at::mm_out(result, own_a.t(), own_b);
+          products::mm_out(result, own_a.t(), own_b);
         else
           result.zero_();
       },

@@ -30,6 +30,7 @@
 #include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "operators.h"
+#include "products.h"
 
 namespace tp_ext {
 namespace {
@@ -102,14 +103,14 @@ struct ColumnLinear : Function<ColumnLinear> {
                         const OptionalTensor& bias, const LinearCall& call) {
     Saved::put(ctx, x, weight, bias.has_value(), call);
     const Unrecorded guard(x);
-    if (!call.sequence_parallel) return at::linear(x, weight, bias);
+    if (!call.sequence_parallel) return products::linear(x, weight, bias);
     const std::string& group = call.group;
     const Split& tokens = call.tokens;
     if (auto fused = comm::fused_all_gather_matmul(x, weight, true, group, tokens, false))
       return bias.has_value() ? fused->y.add_(*bias) : fused->y;
     const auto chunks = chunks_of(x, tokens.total(), call.overlap_chunks);
     if (chunks > 1) return gather_linear(x, weight, bias, group, tokens, chunks);
-    return at::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
+    return products::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -164,7 +165,7 @@ struct RowLinear : Function<RowLinear> {
         return call.sequence_parallel ? linear_reduce_scatter(x, weight, group, tokens, chunks)
                                       : linear_all_reduce(x, weight, group, chunks);
     }
-    const Tensor partial = at::linear(x, weight);
+    const Tensor partial = products::linear(x, weight);
     return call.sequence_parallel ? comm::reduce_scatter_fresh(partial, group, 0, tokens)
                                   : comm::all_reduce_fresh(partial, group);
   }
@@ -227,9 +228,9 @@ struct RowLinear : Function<RowLinear> {
   }
 };
 
-// Without parallelism and main_grad this is torch's own linear
-bool is_plain(int64_t p, const OptionalTensor& main_grad) {
-  return p == 1 && !main_grad.has_value();
+// Without parallelism and main_grad this is torch's own linear, where torch's product is as fast
+bool is_plain(int64_t p, const OptionalTensor& main_grad, const Tensor& x, const Tensor& weight) {
+  return p == 1 && !main_grad.has_value() && !products::differs(x, weight);
 }
 
 // Forward mode: composed of regions and torch's linear, which knows the product rule. Regions go
@@ -269,7 +270,7 @@ Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const Optio
   const int64_t p = comm::size(group);
   if (!(sequence_parallel && p > 1) && is_decoding(x, weight, bias))
     return skinny_linear_cpu(x, weight, bias);
-  if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
+  if (is_plain(p, main_grad, x, weight)) return at::linear(x, weight, bias);
   LinearCall call{group, sequence_parallel && p > 1, Split(), main_grad, overlap_chunks};
   if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
   if (any_tangent(x, weight, bias)) return column_by_regions(x, weight, bias, call);
@@ -287,7 +288,7 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
     const Tensor y = comm::all_reduce_fresh(skinny_linear_cpu(x, weight, std::nullopt), group);
     return bias.has_value() ? y.add_(*bias) : y;
   }
-  if (is_plain(p, main_grad)) return at::linear(x, weight, bias);
+  if (is_plain(p, main_grad, x, weight)) return at::linear(x, weight, bias);
   LinearCall call{group,     sequence_parallel && p > 1, Split(),
                   main_grad, p > 1 ? overlap_chunks : 1, sum_bias_grad};
   if (call.sequence_parallel) call.tokens = split_full(tokens_of(x), p, sizes);

@@ -33,6 +33,7 @@
 #include "autograd/weight_gather.h"
 #include "comm/collectives.h"
 #include "operators.h"
+#include "products.h"
 
 namespace tp_ext {
 namespace {
@@ -137,7 +138,7 @@ struct Linear2d : Function<Linear2d> {
     }
     ctx->save_for_backward(std::move(saved));
     const Tensor b = s.row ? Tensor() : bias_full.wait();
-    Tensor y = at::linear(x_full, w, optional(b));
+    Tensor y = products::linear(x_full, w, optional(b));
     if (!s.row) return y;
     y = sum(y, s).wait();
     if (!bias.has_value()) return y;

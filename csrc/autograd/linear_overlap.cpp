@@ -8,6 +8,7 @@
 
 #include "autograd/token_chunks.h"
 #include "comm/collectives.h"
+#include "products.h"
 
 namespace tp_ext {
 namespace {
@@ -26,10 +27,8 @@ Tensor empty_output(const Tensor& x, int64_t tokens, int64_t features) {
 void multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias, Tensor y) {
   if (y.numel() == 0) return;
   Tensor out = y.view({-1, y.size(-1)});
-  if (bias.has_value())
-    at::addmm_out(out, *bias, as_rows(x), factor);
-  else
-    at::mm_out(out, as_rows(x), factor);
+  products::mm_out(out, as_rows(x), factor);
+  if (bias.has_value()) out.add_(*bias);
 }
 
 // y = (concatenation of the ranks' x) factor + bias; x_full, if defined, gets the concatenation
@@ -76,14 +75,14 @@ Tensor as_rows(const Tensor& x) {
 }
 
 Tensor input_grad(const Tensor& dy, const Tensor& weight) {
-  if (dy.dim() == 2) return at::mm(dy, weight);
+  if (dy.dim() == 2) return products::mm(dy, weight);
   auto shape = dy.sym_sizes().vec();
   shape.back() = weight.sym_size(1);
-  return at::mm(as_rows(dy), weight).view_symint(shape);
+  return products::mm(as_rows(dy), weight).view_symint(shape);
 }
 
 Tensor weight_grad(const Tensor& dy, const Tensor& x) {
-  return at::mm(as_rows(dy).t(), as_rows(x));
+  return products::mm(as_rows(dy).t(), as_rows(x));
 }
 
 int64_t chunks_of(const Tensor& x, const c10::SymInt& tokens, int64_t chunks) {

@@ -29,6 +29,7 @@
 #include "comm/collectives.h"
 #include "comm/rotate.h"
 #include "operators.h"
+#include "products.h"
 
 namespace tp_ext {
 namespace {
@@ -91,9 +92,9 @@ Tensor summa(const Tensor& a, const Tensor& b, const Shards& of_a, const Shards&
     next.reset();
     if (t + 1 < panels.size()) fetch(panels[t + 1]);
     if (!c.defined())
-      c = at::mm(a_t, b_t);
+      c = products::mm(a_t, b_t);
     else
-      c = comm::traced(c) ? at::addmm(c, a_t, b_t) : c.addmm_(a_t, b_t);
+      c = comm::traced(c) ? at::addmm(c, a_t, b_t) : products::add_mm_(c, a_t, b_t);
   }
   return c.defined() ? c : at::zeros_symint({a.sym_size(0), b.sym_size(1)}, a.options());
 }
@@ -164,7 +165,7 @@ struct Matmul2d : Function<Matmul2d> {
     if (by_summa) return of_shape(summa(a_rows, b, of_a, of_b), a, b.sym_size(1));
     auto a_full = gathered(a_rows, 1, of_a), b_full = gathered(b, 0, of_b);
     const Tensor left = a_full.wait(), right = b_full.wait();
-    return of_shape(at::mm(left, right), a, b.sym_size(1));
+    return of_shape(products::mm(left, right), a, b.sym_size(1));
   }
 
   static comm::Pending gathered(const Tensor& x, int64_t dim, const Shards& shards) {
@@ -200,8 +201,8 @@ struct Matmul2d : Function<Matmul2d> {
     std::optional<comm::Pending> a_full, b_full, da, db;
     if (wants_a) b_full.emplace(gathered(b, 0, of_b));
     if (wants_b) a_full.emplace(gathered(as_matrix(a), 1, of_a));
-    if (wants_a) da.emplace(scattered(at::mm(rows, b_full->wait().t()), 1, of_a));
-    if (wants_b) db.emplace(scattered(at::mm(a_full->wait().t(), rows), 0, of_b));
+    if (wants_a) da.emplace(scattered(products::mm(rows, b_full->wait().t()), 1, of_a));
+    if (wants_b) db.emplace(scattered(products::mm(a_full->wait().t(), rows), 0, of_b));
     if (wants_a) all[0] = of_shape(da->wait(), dc, of_a.length(of_a.rank));
     if (wants_b) all[1] = db->wait();
     return all;
@@ -211,7 +212,7 @@ struct Matmul2d : Function<Matmul2d> {
                           const Shards& of_b) {
     return around(
         dc, 1, of_a, panels_of(of_a, of_b), [&](Range range) { return panel(b, 0, of_b, range); },
-        [&](const Tensor& b_t) { return at::mm(dc, b_t.t()); },
+        [&](const Tensor& b_t) { return products::mm(dc, b_t.t()); },
         [&](int64_t length) {
           return std::vector<SymInt>{dc.sym_size(0), length};
         });
@@ -220,7 +221,7 @@ struct Matmul2d : Function<Matmul2d> {
                           const Shards& of_b) {
     return around(
         dc, 0, of_b, panels_of(of_a, of_b), [&](Range range) { return panel(a, 1, of_a, range); },
-        [&](const Tensor& a_t) { return at::mm(a_t.t(), dc); },
+        [&](const Tensor& a_t) { return products::mm(a_t.t(), dc); },
         [&](int64_t length) {
           return std::vector<SymInt>{length, dc.sym_size(1)};
         });

@@ -19,6 +19,7 @@
 #include "launch_trial.h"
 #include "memory/keep_memory.h"
 #include "optim/newton_schulz.h"
+#include "products.h"
 #include "python/planner.h"
 #include "shm/backend.h"
 #include "simulate/backend.h"
@@ -54,7 +55,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("all_reduce_algorithm", &tp_ext::comm::all_reduce_algorithm);
   m.def("create_shm_backend", &tp_ext::shm::create_backend,
         pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("products_are_strict", &tp_ext::products_are_strict);
+  m.def("cpu_products", &tp_ext::products::describe);
+  m.def("products_are_strict", &tp_ext::products::are_strict);
   m.def("direct_call", [](const std::string& name, const pybind11::object& overload) {
     return pybind11::reinterpret_steal<pybind11::object>(tp_ext::direct_call(name, overload.ptr()));
   });

@@ -1,0 +1,135 @@
+"""fp32 products of layers by either of torch's libraries, and the choice between them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tp_ext
+from tests.helpers import simulated
+
+WIDTH, TOKENS = 256, 96  # products of 6 and more million multiplications
+LIBRARIES = ("torch", "onednn")
+
+
+def _layers(group, name):
+    if name == "mlp":
+        return tp_ext.ParallelMLP(WIDTH, 2 * WIDTH, group=group)
+    if name == "moe":
+        return tp_ext.ParallelMoE(WIDTH, WIDTH, 2, 2, group=group)
+    if name == "head":
+        return tp_ext.VocabParallelLMHead(WIDTH, 600, group=group)
+    return tp_ext.ParallelAttention(WIDTH, 4, group=group)
+
+
+def _run(name, group, dtype):
+    """Output and gradients of a layer with the same weights and inputs for every number of ranks and type."""
+    tp_ext.manual_seed(0)
+    layer = _layers(group, name)
+    if dtype == torch.float64:
+        layer = layer.double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, TOKENS // 2, WIDTH, generator=generator).to(dtype).requires_grad_()
+    if name == "head":
+        y = layer.loss(x, torch.arange(TOKENS).view(2, -1))
+        y.backward()
+    else:
+        y = layer(x)
+        y.backward(torch.randn(y.shape, generator=generator).to(dtype))
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def _worst(group, name):
+    results = zip(_run(name, group, torch.float32), _run(name, group, torch.float64), strict=True)
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in results if b.numel())
+
+
+def _in_process(library, code, **environment):
+    """What an expression of this file gives in a process of its own, as the choice is made once a process."""
+    program = f"import json; from tests.kernels import test_products as t; print(json.dumps({code}))"
+    env = os.environ | {"TP_EXT_GEMM": library, "OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def errors():
+    """Of each layer and number of ranks, the worst difference from fp64, relative to the largest element."""
+    return {
+        f"{n} {p}": max(simulated.run(_worst, p, n)) for n in ("mlp", "moe", "attention", "head") for p in (1, 2, 3)
+    }
+
+
+def differences():
+    """Whether a linear of one rank has other bits than torch's: plainly, and where others must see the product."""
+    layer, x = tp_ext.ColumnParallelLinear(WIDTH, WIDTH, group=None), torch.randn(TOKENS, WIDTH)
+    functions = {
+        "plain": (lambda: layer(x), lambda: nn.functional.linear(x, layer.weight, layer.bias)),
+        "small": (lambda: layer(x[:8]), lambda: nn.functional.linear(x[:8], layer.weight, layer.bias)),
+        "double": (
+            lambda: layer.double()(x.double()),
+            lambda: nn.functional.linear(x.double(), layer.weight, layer.bias),
+        ),
+    }
+    different = {name: not torch.equal(ours(), torch_s()) for name, (ours, torch_s) in functions.items()}
+    layer.float()
+    vmapped = torch.func.vmap(layer)(x.view(2, -1, WIDTH)).flatten(0, 1)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    y = layer(x.requires_grad_())
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    weight = layer.weight.double()
+    wanted = (2 * weight.T @ weight).sum(0)  # of each row of x
+    errors = [y - vmapped, y - compiled, tangent - layer.weight.sum(1), (second - wanted) / wanted.abs().max()]
+    return different, [error.abs().max().item() for error in errors]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_layers_have_the_values_of_fp64(library):
+    worst = _in_process(library, "t.errors()")
+    assert len(worst) == 12 and max(worst.values()) < 3e-6, worst
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_torch_has_the_products_that_others_must_see(library):
+    different, errors = _in_process(library, "t.differences()")
+    assert different == {"plain": library == "onednn", "small": False, "double": False}
+    assert max(errors) < 2e-5, errors
+
+
+def products():
+    return tp_ext.build_info()["products"]
+
+
+def test_the_choice_is_made_once_a_machine(tmp_path):
+    """Measured by the first process, and obeyed by the others, whatever they would measure."""
+    first = _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
+    assert first.endswith("as measured in this process")
+    (file,) = (tmp_path / "tp_ext").iterdir()
+    chosen = file.read_text()
+    assert set(chosen.split()) <= set(LIBRARIES) and first.startswith(chosen.split()[0])
+    for few, many in (("torch", "onednn"), ("onednn", "torch")):
+        file.write_text(f"{few} {many}\n")
+        text = _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
+        assert text == f"{few}, of more than 2^24 multiplications {many}, as measured before, in {file}"
+    file.write_text("tor")  # what was cut off is measured again
+    assert "in this process" in _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
+    unwritable = tmp_path / "file"
+    unwritable.write_text("")
+    assert "in this process" in _in_process("auto", "t.products()", XDG_CACHE_HOME=str(unwritable))
+
+
+def test_where_bits_are_promised_products_are_torch_s():
+    text = _in_process("onednn", "t.products()", MKL_CBWR="AVX2,STRICT")
+    assert text == "torch, by MKL_CBWR, or as there is no MKL"
+
+
+def test_a_wrong_choice_is_named():
+    with pytest.raises(RuntimeError, match="ValueError: TP_EXT_GEMM: 'mkl' must be one of 'auto', 'torch', 'onednn'"):
+        _in_process("mkl", "t.products()")
