@@ -14,6 +14,9 @@ from tests.helpers import simulated
 
 WIDTH, TOKENS = 256, 96  # products of 6 and more million multiplications
 LIBRARIES = ("torch", "onednn")
+both = pytest.mark.skipif(
+    not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="needs MKL and oneDNN"
+)
 
 
 def _layers(group, name):
@@ -96,6 +99,7 @@ def test_layers_have_the_values_of_fp64(library):
     assert len(worst) == 12 and max(worst.values()) < 3e-6, worst
 
 
+@both
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_torch_has_the_products_that_others_must_see(library):
     different, errors = _in_process(library, "t.differences()")
@@ -107,6 +111,7 @@ def products():
     return tp_ext.build_info()["products"]
 
 
+@both
 def test_the_choice_is_made_once_a_machine(tmp_path):
     """Measured by the first process, and obeyed by the others, whatever they would measure."""
     first = _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
@@ -125,6 +130,7 @@ def test_the_choice_is_made_once_a_machine(tmp_path):
     assert "in this process" in _in_process("auto", "t.products()", XDG_CACHE_HOME=str(unwritable))
 
 
+@both
 def test_where_bits_are_promised_products_are_torch_s():
     text = _in_process("onednn", "t.products()", MKL_CBWR="AVX2,STRICT")
     assert text == "torch, by MKL_CBWR, or as there is no MKL"
