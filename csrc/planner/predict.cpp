@@ -257,8 +257,7 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
   const double before = exposed;
   double whole_dense = 0;
   for (const int64_t index : own) whole_dense += stages[index].costs.dense;
-  const auto both = [&](double number, double gathers, double dense_of_one,
-                        double experts_of_one) {
+  const auto both = [&](double number, double gathers, double dense_of_one, double experts_of_one) {
     for (const auto& [group, one] :
          {std::pair(data, dense_of_one), std::pair(of_experts, experts_of_one)}) {
       call(Collective::AllGather, group, gathers * number, layout.param_bytes * one, 0,
