@@ -39,7 +39,11 @@ const std::optional<c10::TypedOperatorHandle<Pointwise>>& pointwise() {
   static const auto handle = []() -> std::optional<c10::TypedOperatorHandle<Pointwise>> {
     const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
     if (!found.has_value()) return std::nullopt;
-    return found->typed<Pointwise>();
+    try {
+      return found->typed<Pointwise>();
+    } catch (const c10::Error&) {
+      return std::nullopt;  // it is no public operator: another torch may give it other types
+    }
   }();
   return handle;
 }
