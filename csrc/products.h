@@ -21,8 +21,9 @@ namespace tp_ext::products {
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias = std::nullopt);
 // a b of matrices
 Tensor mm(const Tensor& a, const Tensor& b);
-// out = a b
-void mm_out(const Tensor& out, const Tensor& a, const Tensor& b);
+// out = a b + bias
+void mm_out(const Tensor& out, const Tensor& a, const Tensor& b,
+            const OptionalTensor& bias = std::nullopt);
 // c += a b; returns c
 Tensor add_mm_(const Tensor& c, const Tensor& a, const Tensor& b);
 
@@ -30,8 +31,8 @@ Tensor add_mm_(const Tensor& c, const Tensor& a, const Tensor& b);
 // true where torch has no MKL. All products are torch's then: the bits may have been promised
 bool are_strict();
 
-// Whether x w^T is oneDNN's where a Function computes it
-bool differs(const Tensor& x, const Tensor& weight);
+// Whether x w^T + b is oneDNN's where a Function computes it
+bool differs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
 // The table of this process: "torch" or "onednn", and why
 std::string describe();

@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
 #include "check.h"
@@ -22,13 +21,7 @@ inline void check_vocab_chunk(const Tensor& logits, const Tensor& x, const Tenso
 
 inline void vocab_chunk_logits_(const Tensor& logits, const Tensor& x, const Tensor& weight,
                                 const OptionalTensor& bias) {
-  Tensor out = logits;
-  if (bias.has_value() && !x.is_cpu()) {
-    at::addmm_out(out, *bias, x, weight.t());
-    return;
-  }
-  products::mm_out(out, x, weight.t());
-  if (bias.has_value()) out.add_(*bias);
+  products::mm_out(logits, x, weight.t(), bias);
 }
 
 inline Tensor vocab_chunk_input_grad(const Tensor& dlogits, const Tensor& weight) {

@@ -229,8 +229,9 @@ struct RowLinear : Function<RowLinear> {
 };
 
 // Without parallelism and main_grad this is torch's own linear, where torch's product is as fast
-bool is_plain(int64_t p, const OptionalTensor& main_grad, const Tensor& x, const Tensor& weight) {
-  return p == 1 && !main_grad.has_value() && !products::differs(x, weight);
+bool is_plain(int64_t p, const OptionalTensor& main_grad, const Tensor& x, const Tensor& weight,
+              const OptionalTensor& bias) {
+  return p == 1 && !main_grad.has_value() && !products::differs(x, weight, bias);
 }
 
 // Forward mode: composed of regions and torch's linear, which knows the product rule. Regions go
@@ -270,7 +271,7 @@ Tensor column_parallel_linear(const Tensor& x, const Tensor& weight, const Optio
   const int64_t p = comm::size(group);
   if (!(sequence_parallel && p > 1) && is_decoding(x, weight, bias))
     return skinny_linear_cpu(x, weight, bias);
-  if (is_plain(p, main_grad, x, weight)) return at::linear(x, weight, bias);
+  if (is_plain(p, main_grad, x, weight, bias)) return at::linear(x, weight, bias);
   LinearCall call{group, sequence_parallel && p > 1, Split(), main_grad, overlap_chunks};
   if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
   if (any_tangent(x, weight, bias)) return column_by_regions(x, weight, bias, call);
@@ -288,7 +289,7 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
     const Tensor y = comm::all_reduce_fresh(skinny_linear_cpu(x, weight, std::nullopt), group);
     return bias.has_value() ? y.add_(*bias) : y;
   }
-  if (is_plain(p, main_grad, x, weight)) return at::linear(x, weight, bias);
+  if (is_plain(p, main_grad, x, weight, bias)) return at::linear(x, weight, bias);
   LinearCall call{group,     sequence_parallel && p > 1, Split(),
                   main_grad, p > 1 ? overlap_chunks : 1, sum_bias_grad};
   if (call.sequence_parallel) call.tokens = split_full(tokens_of(x), p, sizes);

@@ -1,6 +1,5 @@
 #include "autograd/linear_overlap.h"
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <algorithm>
 #include <deque>
@@ -27,8 +26,7 @@ Tensor empty_output(const Tensor& x, int64_t tokens, int64_t features) {
 void multiply(const Tensor& x, const Tensor& factor, const OptionalTensor& bias, Tensor y) {
   if (y.numel() == 0) return;
   Tensor out = y.view({-1, y.size(-1)});
-  products::mm_out(out, as_rows(x), factor);
-  if (bias.has_value()) out.add_(*bias);
+  products::mm_out(out, as_rows(x), factor, bias);
 }
 
 // y = (concatenation of the ranks' x) factor + bias; x_full, if defined, gets the concatenation

@@ -4,6 +4,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
@@ -160,10 +161,10 @@ bool is_onednn(int64_t m, int64_t k, int64_t n) {
 }
 
 // Whether no mode or wrapper, such as a compiler's, must see the product
-bool is_plain(const Tensor& a, const Tensor& b) {
+bool is_plain(const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
   return a.is_cpu() && b.is_cpu() && a.scalar_type() == at::kFloat &&
          b.scalar_type() == at::kFloat && !c10::impl::dispatch_mode_enabled() &&
-         !at::areAnyTensorSubclassLike({a, b});
+         !at::areAnyTensorSubclassLike({a, b, bias.value_or(a)});
 }
 
 // Outside of a Function torch's products build the graph
@@ -171,14 +172,8 @@ bool is_recorded() {
   return !c10::impl::tls_is_dispatch_keyset_excluded(c10::autograd_dispatch_keyset);
 }
 
-bool linear_is_onednn(const Tensor& x, const Tensor& weight) {
-  if (!is_plain(x, weight) || x.dim() < 2 || weight.dim() != 2) return false;
-  const int64_t in = x.size(-1);
-  return in > 0 && weight.size(1) == in && is_onednn(x.numel() / in, in, weight.size(0));
-}
-
-bool mm_is_onednn(const Tensor& a, const Tensor& b) {
-  return is_plain(a, b) && a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) &&
+bool mm_is_onednn(const Tensor& a, const Tensor& b, const OptionalTensor& bias = std::nullopt) {
+  return is_plain(a, b, bias) && a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) &&
          !is_recorded() && is_onednn(a.size(0), a.size(1), b.size(1));
 }
 
@@ -189,8 +184,14 @@ bool are_strict() {
   return !mkl_serv_cbwr_get || (mkl_serv_cbwr_get(kAll) & kStrict) != 0;
 }
 
+bool differs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  if (!is_plain(x, weight, bias) || x.dim() < 2 || weight.dim() != 2) return false;
+  const int64_t in = x.size(-1);
+  return in > 0 && weight.size(1) == in && is_onednn(x.numel() / in, in, weight.size(0));
+}
+
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  if (linear_is_onednn(x, weight) && !is_recorded()) return by_onednn(x, weight, bias);
+  if (differs(x, weight, bias) && !is_recorded()) return by_onednn(x, weight, bias);
   return at::linear(x, weight, bias);
 }
 
@@ -198,10 +199,12 @@ Tensor mm(const Tensor& a, const Tensor& b) {
   return mm_is_onednn(a, b) ? by_onednn(a, b.t(), std::nullopt) : at::mm(a, b);
 }
 
-void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+void mm_out(const Tensor& out, const Tensor& a, const Tensor& b, const OptionalTensor& bias) {
   Tensor result = out;
-  if (mm_is_onednn(a, b))
-    result.copy_(by_onednn(a, b.t(), std::nullopt));
+  if (mm_is_onednn(a, b, bias))
+    result.copy_(by_onednn(a, b.t(), bias));
+  else if (bias.has_value())
+    at::addmm_out(result, *bias, a, b);
   else
     at::mm_out(result, a, b);
 }
@@ -209,8 +212,6 @@ void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
 Tensor add_mm_(const Tensor& c, const Tensor& a, const Tensor& b) {
   return mm_is_onednn(a, b) ? c.add_(by_onednn(a, b.t(), std::nullopt)) : c.addmm_(a, b);
 }
-
-bool differs(const Tensor& x, const Tensor& weight) { return linear_is_onednn(x, weight); }
 
 std::string describe() {
   const Table& t = table();
