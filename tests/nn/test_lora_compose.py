@@ -126,8 +126,6 @@ def _gradients_of_some(group, names, frozen):
     torch.testing.assert_close(*found, **close)
 
 
-# torch 2.11 ends with a segmentation fault in FakeTensorMode.__enter__ when a thread of a simulated rank plans again
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="plans in threads crash this torch")
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("case", SUBSETS)
 def test_gradients_of_some_parameters_communicate_alike_on_all_ranks(case, p):

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
 
 from tp_ext._checks import check_int
@@ -79,8 +80,17 @@ def simulate(fn: Callable[..., T], p: int | dict[str, int], *args: Any, seed: in
     store = HashStore()
     baton = Baton(size, seed, run_rank, describe_stuck)
     groups = SimulatedGroups(baton, axes, size, prefixes)
+    _keep_guard_of_fakes()
     try:
         with torch_sees_groups_of_rank(), own_generators():
             return baton.run()
     finally:
         groups.remove()
+
+
+@functools.cache
+def _keep_guard_of_fakes() -> None:
+    """Enters a mode of fake tensors in the caller's thread. Where there is no GPU, torch 2.11 leaves a guard for the
+    device in the first thread that enters one, and the next one crashes the process if that thread has ended."""
+    with FakeTensorMode():
+        pass
