@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
-from tp_ext.auto.record.machinery import FUNCTIONS, MACHINERY, is_of
+from tp_ext.auto.record.edits import NAME
+from tp_ext.auto.record.machinery import COMPUTING, FUNCTIONS, MACHINERY, is_of
 from tp_ext.auto.record.reachable import names_in
 
 Path = tuple[str, ...]  # a module's name, or SHARED, and where in it
@@ -35,7 +36,6 @@ GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # Ours, and notes of libraries on what they have done to this object, which its structure has not had
 # tp_layouts: a plan declares them, and a copy that was read from a file has them in other objects
 PARAMETRIZED = "parametrizations"
-NAME = "tp_place"  # of a module: that which it had when the plan was applied
 NEW = " (new)"  # the end of the name of a module that has come since
 INTERNAL = {*vars(nn.Module()), NAME, "save_pretrained", "tp_call", "tp_edited", "tp_ext_plan", "tp_layouts",
             "tp_shardings", "_is_hf_initialized", "_is_torch_compile", "_output_capturing_hooks_installed",
@@ -116,7 +116,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 def hook_text(hook: Any) -> str:
     """A hook as a text; "": it is of a library, and changes no numbers: what computes a parameter from others by
     ``torch.nn.utils`` takes none that is a shard, but for masks of elements."""
-    return "" if is_of(hook, MACHINERY) else text_of(hook)
+    return "" if is_of(hook, MACHINERY + COMPUTING) else text_of(hook)
 
 
 class StateWatch:

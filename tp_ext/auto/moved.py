@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.module_state import NAME, NEW, StateWatch
+from tp_ext.auto.module_state import NEW, StateWatch
 from tp_ext.auto.modules.hooks import EnterParameters
+from tp_ext.auto.record.edits import NAME
 from tp_ext.auto.search.plans import Plan
 
 

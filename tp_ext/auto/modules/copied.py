@@ -22,6 +22,7 @@ from tp_ext.auto.modules.direct_calls import Conversions, DirectlyCalled, Outerm
 from tp_ext.auto.modules.leaves import RowsOfTable, with_lookup
 from tp_ext.auto.modules.random_draws import Masks
 from tp_ext.auto.modules.token_hooks import TokenLengths
+from tp_ext.auto.record.edits import NAME
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.search.sizes import SizedForward
@@ -158,7 +159,7 @@ def _edits_of(module: nn.Module) -> tuple[str, ...]:
     for table in HOOKS:
         hooks = [hook for hook in getattr(module, table).values() if _is_edit(hook)]
         edits += [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
-    for name in sorted({*vars(module).get("tp_edited", ())} - {"tp_place"}):
+    for name in sorted({*vars(module).get("tp_edited", ())} - {NAME}):
         value = vars(module).get(name)
         edits.append(f"{name}={value if isinstance(value, int | str) else name in vars(module)}")
     return tuple(edits)
@@ -317,7 +318,7 @@ def keep_edits(model: nn.Module, before: Before) -> None:
             for name, value in vars(module).items()
             if attributes.get(name, ...) is not value
             and name != "training"
-            and (name != "tp_place" or says_how_it_is_copied(own))
+            and (name != NAME or says_how_it_is_copied(own))
         )
     changed = {m for m in model.modules() if _edits_of(m) or edited.get(m)}
     for module in list(model.modules()):

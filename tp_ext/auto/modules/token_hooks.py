@@ -46,15 +46,7 @@ class TokenLengths:
     known: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        anew: dict[str, Any] = {
-            "length": None,
-            "forwards": 0,
-            "records": False,
-            "backward": -1,
-            "whole": -1,
-            "known": {},
-        }
-        return {**self.__dict__, **anew}
+        return vars(TokenLengths(self.group))  # of no run
 
     def enter(self, length: int) -> list[int] | None:
         """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.copies import copy_of_structure
 from tp_ext.auto.proof.first_difference import first_difference_of
 from tp_ext.auto.proof.prove_values import (
     MAX_PROVEN_RANKS,
@@ -23,7 +23,7 @@ from tp_ext.auto.proof.prove_values import (
     prove,
 )
 from tp_ext.auto.proof.scaled_down import scaled_down
-from tp_ext.auto.proof.shortened import held, shortened
+from tp_ext.auto.proof.shortened import shortened
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.numbers import ReadNumbers, read_ids
@@ -231,7 +231,7 @@ class Prover:
         failed = ""
         for dtype in self.dtypes:
             try:
-                running = copied_model(self.reduced, {id(t): t for t in held(self.reduced)})
+                running = copy_of_structure(self.reduced)
                 filled(running, dtype)
                 calls = list(examples(self.example, dtype, read_ids(self.read, arguments(self.example))))
                 prove(running, plan, whole, calls, dtype, self.apply, self.gradients)

@@ -5,24 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
-from tp_ext.auto.proof.copies import copied_model
+from tp_ext.auto.proof.copies import copy_of_structure
 
 KEPT = 2  # of equal layers: the second receives what a layer makes, the first what the embedding makes
 ENUMERATES = re.compile(r"(^|_)(i|n|idx|id|index|layer|number|depth|name)($|_)")  # attributes that number layers
 
 
-def held(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model."""
-    tensors = [t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())]
-    return [t for t in tensors if t is not None]
-
-
 def shortened(model: nn.Module, kept: int | None = KEPT, edits_in: Callable[[str], str] = lambda _: "") -> nn.Module:
     """A copy without the weights, in which lists of layers have the first ``kept`` of each kind; None: all. Layers in
     which ``edits_in`` finds other edits of a plan are of other kinds."""
-    copy = copied_model(model, {id(t): t for t in held(model)})
+    copy = copy_of_structure(model)
     for path, module in list(copy.named_modules()):
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue

@@ -129,6 +129,7 @@ class Gather:
 
 
 CALL = "tp_ext_call"  # attribute of the model while it runs
+NAME = "tp_place"  # attribute of a module: the name that it had when the plan was applied
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from typing import Any
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 # Their hooks and forwards do what they do around any module, and change no numbers
 MACHINERY = ("torch.distributed", "torch._", "torch.utils", "torch.nn.modules.module", "tp_ext", "transformers",
-             "accelerate", "peft", "torch.nn.utils.prune", "torch.nn.utils.weight_norm",
-             "torch.nn.utils.spectral_norm")  # fmt: skip
+             "accelerate", "peft")  # fmt: skip
+# Their hooks compute a parameter from others
+COMPUTING = ("torch.nn.utils.prune", "torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 
 
 def is_of(value: Any, names: tuple[str, ...]) -> bool:
@@ -21,4 +22,4 @@ def is_of(value: Any, names: tuple[str, ...]) -> bool:
 
 def is_of_machinery(hook: Any) -> bool:
     """Returns whether a hook is of a library, and changes no numbers."""
-    return is_of(hook, MACHINERY) and not is_of(hook, ("torch.nn.utils",))
+    return is_of(hook, MACHINERY)

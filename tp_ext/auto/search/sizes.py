@@ -34,13 +34,6 @@ class SizeArguments:
         return self.rebuilt([changes.get(i, value) for i, value in enumerate(self.values)])
 
 
-def _placed(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with sizes that are given by name at their place. Others stay: a compiler cannot read schemas."""
-    return by_place(func, args, kwargs) if name in SIZES and len(args) <= SIZES[name] else (args, kwargs)
-
-
 def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with, by their place; None: it is another function, or they are no
     integers."""
@@ -190,7 +183,9 @@ class _Rewriting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        args, kwargs = _placed(func, name, args, kwargs or {})
+        # Sizes by name go to their place. Other arguments stay as they are: a compiler cannot read schemas
+        is_moved = name in SIZES and len(args) <= SIZES[name]
+        args, kwargs = by_place(func, args, kwargs or {}) if is_moved else (args, kwargs or {})
         sizes = None if self.paused else sizes_of(name, args, kwargs)
         if sizes is None:
             return func(*args, **kwargs)
