@@ -20,11 +20,11 @@ from tp_ext.mesh_program.varying import Varying
 X, SPEC = torch.arange(24.0).view(8, 3), P("x")
 
 
-def _mapped(function, out_specs=SPEC, x=X, **axes):
+def _mapped(function, out_specs=SPEC, x=X, check=True, **axes):
     """Results of a map of shards [4, 3] of x, of all ranks."""
 
     def run(rank, mesh):
-        return tp_ext.spmd(mesh, in_specs=P("x"), out_specs=out_specs)(function)(x)
+        return tp_ext.spmd(mesh, in_specs=P("x"), out_specs=out_specs, check=check)(function)(x)
 
     return simulate(run, {"x": 2, **axes})
 
@@ -52,7 +52,18 @@ def test_the_message_has_the_line_that_found_the_lengths():
 
 @pytest.mark.parametrize("name", FIXED_LENGTHS)
 def test_other_lengths_can_be_read(name):
-    _mapped(lambda a: [read(FIXED_LENGTHS[name](a)) for k, read in LENGTH_READS.items() if k != "chunk"] and a)
+    """The same as without types."""
+    lengths = {True: [], False: []}
+
+    def program(a, check):
+        value = FIXED_LENGTHS[name](a)
+        parts = {key: read(value) for key, read in LENGTH_READS.items() if key != "chunk"}
+        lengths[check].append({k: len(v) if isinstance(v, list | tuple) else v for k, v in parts.items()})
+        return a
+
+    for check in lengths:
+        _mapped(lambda a, check=check: program(a, check), check=check)
+    assert lengths[True] == lengths[False] and len(lengths[True]) == 2
 
 
 def test_lengths_of_uneven_shards_cannot_be_read():
@@ -149,7 +160,7 @@ def _dynamic_calls():
 
 
 def test_results_of_all_operators_that_find_lengths_are_marked():
-    """Of every function of torch under whose call an operator with the tag runs."""
+    """A result is marked if an operator with the tag runs in a function of torch, or the function is refused."""
     calls = list(_dynamic_calls())
     assert len({name.rpartition(".")[2] for name, _, _ in calls}) >= 12
     reached = {name.rpartition(".")[2] for name, _, _ in calls}
