@@ -28,14 +28,14 @@ _PLAIN: tuple[type, ...] = (
     slice,
     type,
 )
-_PLAIN += (type, torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype)
+_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype)
 _PLAIN += (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 _CODE: tuple[type, ...] = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _DEEPEST = 12
 
 
 class NestedTensors(NamedTuple):
-    """What a nested value holds.
+    """The tensors of a nested value, and the objects that may hide others.
 
     Attributes:
         tensors: by the expression that leads to each, as ``batch['ids']``; NumPy arrays of numbers as tensors.

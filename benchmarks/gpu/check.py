@@ -317,7 +317,7 @@ class Plan:
         return self._wanted([self._stage(name) for name, stage in STAGES.items() if stage.environment])
 
     def timed(self) -> list[Command]:
-        """What is new first."""
+        """Returns the stages, the new kernels first."""
         return self._wanted([self._benchmark("benchmarks", script) for script in self.scripts])
 
     def _stage(self, name: str) -> Command:

@@ -117,7 +117,7 @@ def columns(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Cal
 
 
 def subjects() -> Iterator[Subject]:
-    """What is furthest behind torch.compile first (docs/reference/kernels.md)."""
+    """Yields the cases, those furthest behind torch.compile first (docs/reference/kernels.md)."""
     half, single = torch.bfloat16, torch.float32
     for width in (1024, 4096, 128, 2048, 8192, 256, 512):
         for centred, family in ((True, "layer_norm_bwd"), (False, "rms_norm_bwd")):

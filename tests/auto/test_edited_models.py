@@ -197,7 +197,7 @@ def test_an_edit_after_apply(name: str) -> None:
 
 
 def _undone(group: Any) -> None:
-    """What is inside of a wrapper is watched, and taken out is as before."""
+    """Changes inside of a wrapper are seen, and a module that is taken out of it works as before."""
     model, sharded, x = _models(group)
     for each in (model, sharded):
         _each(each, Gated)

@@ -1,4 +1,4 @@
-"""What plans, sharded models and simulated ranks leave alive, once nobody refers to them any more: nothing."""
+"""Plans, sharded models and simulated ranks leave nothing alive."""
 
 import gc
 import weakref

@@ -104,7 +104,7 @@ def test_calls_that_the_example_does_not_show(p: int, gradients: bool) -> None:
 
 
 def _after_few(group: Any) -> None:
-    """What is right with few tokens is not taken for right with many: these are split."""
+    """A proof with few tokens, which stay whole, does not serve a call with many, which are split."""
     torch.manual_seed(0)
     dense = Options().double().eval()
     sharded = _sharded(group, dense)

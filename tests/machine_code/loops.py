@@ -47,7 +47,7 @@ def find_cuobjdump() -> str | None:
 
 
 def loops(sass: str) -> Iterator[Loop]:
-    """Those of one function in the text of cuobjdump, from a jump back to its target; the whole function first."""
+    """Yields the whole function, then its loops, each from a jump back to its target, of a text of cuobjdump."""
     code = [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
     spans = [(0, code[-1][0])] if code else []
     for at, text in code:
