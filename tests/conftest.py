@@ -3,6 +3,8 @@
 import collections
 import os
 import random
+import sys
+from unittest import mock
 
 import numpy
 import pytest
@@ -96,6 +98,21 @@ def _fixed_random_state():
         yield
     random.setstate(states[0])
     numpy.random.set_state(states[1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_patch_stays():
+    """Fails where a file leaves a mock or a function of its own in tp_ext: simulated ranks that replace the same name
+    in turns put back each other's, and later tests run with it."""
+    yield
+    left = [
+        f"{name}.{key}"
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "tp_ext"
+        for key, value in list(vars(module).items())
+        if isinstance(value, mock.NonCallableMock) or str(getattr(value, "__module__", "")).startswith("tests.")
+    ]
+    assert not left, f"of tests, and still in place: {', '.join(left)}"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -375,6 +376,7 @@ def test_arguments_that_the_example_does_not_have(name: str) -> None:
 
 
 def _lengths(group: Any) -> None:
+    recorded: Any = guard.flow_of  # the mock
     model, sharded = _models(group, Called, {"x": _x()})
     for tokens in (1, 2, 3, 4, 5, 6, 6, 2, 3):
         _compare(model, sharded, lambda m, x: m(x), tokens)
@@ -384,18 +386,21 @@ def _lengths(group: Any) -> None:
     for scale in scales[:6]:
         _compare(model, sharded, lambda m, x, scale=scale: m(x, scale=scale))
     # After a few lengths, and a few scales, no other is recorded but where the code branches on it
-    with mock.patch.object(guard, "flow_of", wraps=guard.flow_of) as recorded:  # ranks share it, and put it back
-        for batch in range(2, 12):
-            torch.testing.assert_close(sharded(_x(4, batch)), model(_x(4, batch)), **close)
-        for scale in scales:
-            _compare(model, sharded, lambda m, x, scale=scale: m(x, scale=scale))
-        assert not recorded.called
+    dist.barrier(group)  # the other rank has recorded its own
+    count = recorded.call_count
+    for batch in range(2, 12):
+        torch.testing.assert_close(sharded(_x(4, batch)), model(_x(4, batch)), **close)
+    for scale in scales:
+        _compare(model, sharded, lambda m, x, scale=scale: m(x, scale=scale))
+    assert recorded.call_count == count
+    dist.barrier(group)
     _refused(lambda: sharded(_x(7, 3)), "lengths")
     _refused(lambda: sharded(_x(), scale=2.01), "scale")
 
 
 def test_lengths_and_numbers_of_which_many_come() -> None:
-    run(_lengths, 2)
+    with mock.patch.object(guard, "flow_of", wraps=guard.flow_of):  # here: ranks are threads, and share it
+        run(_lengths, 2)
 
 
 class WithTarget(nn.Module):
