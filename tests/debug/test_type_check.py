@@ -182,7 +182,7 @@ ONE_AXIS |= {
     if case.collectives
 }
 CASES = {"one axis": ONE_AXIS, "two axes": TWO_AXES}
-COLLECTIVES = ("copied", "summed", "summed_and_scattered", "gathered", "scattered", "exchanged")
+COLLECTIVES = ("converted", "summed", "exchanged")
 
 
 def _mesh_of(case):

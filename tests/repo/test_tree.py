@@ -410,11 +410,11 @@ def test_files_are_short():
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
 BUDGETS = {
-    "": 4600,  # one check of paths, ranks of a group, whose random generator counts
+    "": 4680,  # one check of paths, ranks of a group, whose random generator counts, types of tensors on the ranks
     "_ops": 1700,  # float8, products of few tokens with few bits, all-reduce and norm
     "auto": 15100,  # direct calls, blocks of tp_invariant, what a call and a copy are proven for, what code keeps
     "checkpoint": 5150,  # readers of files of others
-    "debug": 2650,  # one digest of a model, rules of tp_invariant and float8, the order of collectives
+    "debug": 2640,  # one digest of a model, rules of tp_invariant and float8, the order of collectives
     "elastic": 1450,  # what must be equal in all replicas
     "huggingface": 2150,  # weights that are quantised as they are read
     "lightning": 350,

@@ -1,15 +1,7 @@
 """Rules of ``spmd_types`` for the operators of this package: the type of each result from those of the arguments.
 
-A type says, for each axis of a mesh, how the values of the ranks relate, and so do their gradients:
-
-====  ==================================  ===========================================================
-type  values of the ranks                 gradients
-====  ==================================  ===========================================================
-I     the same                            the same
-R     the same                            partial: their sum over the ranks is the gradient
-V     different; S(dim): shards of a dim  each rank's own
-P     partial: their sum is the value     the same
-====  ==================================  ===========================================================
+A type is one of :mod:`tp_ext.conversions`, for each axis of a mesh; or V, of different values, of which S(dim) are the
+shards of a dim.
 
 Each function here is the rule of the operator of its name: it takes the arguments that matter to the type, and composes
 the type of the result from those of einsums and collectives. Its text is the signature of the operator: a collective
@@ -26,6 +18,7 @@ import spmd_types
 from spmd_types import I, P, R, S, V, rules
 from torch import Tensor
 
+from tp_ext.conversions import CONVERSIONS, Type
 from tp_ext.group import parallel_group, process_group
 from tp_ext.invariance import blocks_of_rank
 from tp_ext.model.same_input import check_same_input
@@ -48,9 +41,20 @@ def rule(function: Callable[..., Any]) -> Callable[..., Any]:
 # The collectives of the operators, on a group by its name; "" is one rank
 
 
+def converted(x: Typed, group: str, before: Type, after: Type, dim: int = 0) -> Typed:
+    """Returns the type of x after the region of a conversion; ``dim`` is that of the shards."""
+    if not group:
+        return x
+    if before is Type.P:
+        x = partial(x, group)
+    source, result = ({"S": S(_positive(dim, x))}.get(kind) or getattr(spmd_types, kind) for kind in (before, after))
+    collective = getattr(rules, CONVERSIONS[before, after].forward or "convert")
+    return collective(x, process_group(group), src=source, dst=result)
+
+
 def copied(x: Typed, group: str) -> Typed:
     """Returns the type of x where each rank computes another part with it: backward all-reduces its gradient."""
-    return rules.convert(x, process_group(group), src=I, dst=R) if group else x
+    return converted(x, group, Type.I, Type.R)
 
 
 def replicated(x: Tensor, group: str) -> Typed:
@@ -65,19 +69,17 @@ def summed(x: Typed, group: str, result: Any = I) -> Typed:
 
 def summed_and_scattered(x: Typed, group: str, dim: int) -> Typed:
     """Returns the type of a shard of that sum."""
-    if not group:
-        return x
-    return rules.reduce_scatter(partial(x, group), process_group(group), src=P, dst=S(_positive(dim, x)))
+    return converted(x, group, Type.P, Type.S, dim)
 
 
-def gathered(x: Typed, group: str, dim: int, result: Any = R) -> Typed:
-    """Returns the type of the shards of x, concatenated."""
-    return rules.all_gather(x, process_group(group), src=S(_positive(dim, x)), dst=result) if group else x
+def gathered(x: Typed, group: str, dim: int) -> Typed:
+    """Returns the type of the shards of x, concatenated for sharded work."""
+    return converted(x, group, Type.S, Type.R, dim)
 
 
 def scattered(x: Typed, group: str, dim: int) -> Typed:
     """Returns the type of this rank's slice of x."""
-    return rules.convert(x, process_group(group), src=I, dst=S(_positive(dim, x))) if group else x
+    return converted(x, group, Type.I, Type.S, dim)
 
 
 def exchanged(x: Typed, group: str, dim: int, new_dim: int) -> Typed:
@@ -134,34 +136,13 @@ def alike(*operands: Typed) -> list[Typed]:
 # Regions
 
 
-@rule
-def copy_to_region(*, x: Tensor, group: str) -> Typed:
-    return copied(x, group)
+def _of_region(before: Type, after: Type) -> Callable[..., Any]:
+    if Type.S in (before, after):
+        return lambda *, x, group, dim: converted(x, group, before, after, dim)
+    return lambda *, x, group: converted(x, group, before, after)
 
 
-@rule
-def reduce_from_region(*, x: Tensor, group: str) -> Typed:
-    return summed(x, group)
-
-
-@rule
-def scatter_to_region(*, x: Tensor, group: str, dim: int) -> Typed:
-    return scattered(x, group, dim)
-
-
-@rule
-def gather_from_region(*, x: Tensor, group: str, dim: int) -> Typed:
-    return gathered(x, group, dim, I)
-
-
-@rule
-def all_gather_region(*, x: Tensor, group: str, dim: int) -> Typed:
-    return gathered(x, group, dim)
-
-
-@rule
-def reduce_scatter_region(*, x: Tensor, group: str, dim: int) -> Typed:
-    return summed_and_scattered(x, group, dim)
+RULES.update({region.name: _of_region(*types) for types, region in CONVERSIONS.items()})
 
 
 @rule

@@ -13,15 +13,11 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
 from tp_ext import _ops
+from tp_ext.conversions import CONVERSIONS
 from tp_ext.group import ParallelGroup
 
-_TRANSPOSED = {
-    "copy_to_region": "reduce_from_region",
-    "scatter_to_region": "gather_from_region",
-    "all_gather_region": "reduce_scatter_region",
-    "all_to_all_region": "all_to_all_region",
-}
-_TRANSPOSED |= {transposed: name for name, transposed in _TRANSPOSED.items()}
+_TRANSPOSED = {region.name: region.conjugate.name for region in CONVERSIONS.values()}
+_TRANSPOSED["all_to_all_region"] = "all_to_all_region"
 
 
 def copy_to(x: Tensor, group: str) -> Tensor:
@@ -82,7 +78,7 @@ def _region(
         )
     # torch.compile traces the operator itself
     if not torch.compiler.is_compiling() and differentiated():
-        y: Tensor = _Region.apply(x, name, group, dims, sizes)
+        y: Tensor = _RegionFunction.apply(x, name, group, dims, sizes)
         return y
     return _call(name, x, group, dims, sizes)
 
@@ -97,7 +93,7 @@ def differentiated() -> bool:
     return any(level.key() == TransformType.Grad for level in get_interpreter_stack() or ())
 
 
-class _Region(torch.autograd.Function):
+class _RegionFunction(torch.autograd.Function):
     """A region. dx = the transposed region of dy."""
 
     @staticmethod
