@@ -348,7 +348,7 @@ def test_arguments_by_position_and_by_name(planned_by_name: bool, by_name: bool)
     """The gradient of the model's input is summed however the argument is passed."""
     x = torch.randn(3, 3, 20, dtype=torch.float64, requires_grad=True)
     plan = auto.plan(Patches().double(), {"x": x} if planned_by_name else (x,), 2)
-    assert any(edit.kind == "argument" and not edit.module for edit in plan.copies)
+    assert any(edit.at == "argument" and not edit.module for edit in plan.copies)
     run(_called, 2, plan, by_name)
 
 

@@ -16,9 +16,10 @@ from tests.auto.test_planner import Model
 from tests.helpers.one_plan import run
 from tp_ext import Part, Sharding, auto
 from tp_ext.auto.record import rules
-from tp_ext.auto.record.edits import Copy, Sum
+from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.rules import OperatorCall, Rule
 from tp_ext.auto.search.plans import Plan
+from tp_ext.conversions import I, P, R, S
 
 
 def _model(name: str) -> tuple[nn.Module, Any]:
@@ -54,22 +55,20 @@ def _edits(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
     """Each kind of copy, sum and slice forgotten, or in a place where it is wrong."""
     seen = set()
     for i, one in enumerate([*plan.copies, *plan.sums, *plan.slices]):
-        kind = type(one).__name__, getattr(one, "kind", ""), one.module.rpartition(".")[2]
+        kind = one.types, one.at, one.module.rpartition(".")[2]
         if kind in seen:
             continue
         seen.add(kind)
-        left: dict[str, Any] = {}
-        for name, found in (("copies", plan.copies), ("sums", plan.sums), ("slices", plan.slices)):
-            left[name] = [other for other in found if other is not one]
-        yield f"{i}: no {one}", dataclasses.replace(plan, **left)
-        if isinstance(one, Copy) and one.kind == "output":
-            twice = [*plan.copies, dataclasses.replace(one, span=(-1, 0, 7))]
-            yield f"{i}: {one} once more for some", dataclasses.replace(plan, copies=twice)
-        if isinstance(one, Copy) and one.kind == "parameter":
-            flipped = [*(c for c in plan.copies if c is not one), dataclasses.replace(one, divided=not one.divided)]
-            yield f"{i}: {one} divided or not", dataclasses.replace(plan, copies=flipped)
-    module = next(iter(plan.roles))
-    yield "a sum of what is complete", dataclasses.replace(plan, sums=[*plan.sums, Sum(module.rpartition(".")[0], ())])
+        left = [other for other in plan.conversions if other is not one]
+        yield f"{i}: no {one}", dataclasses.replace(plan, conversions=left)
+        if one.at == "output" and one.before is I:
+            twice = [*plan.conversions, dataclasses.replace(one, span=(-1, 0, 7))]
+            yield f"{i}: {one} once more for some", dataclasses.replace(plan, conversions=twice)
+        if one.at == "parameter":
+            flipped = [*left, dataclasses.replace(one, after=R if one.after is P else P)]
+            yield f"{i}: {one} divided or not", dataclasses.replace(plan, conversions=flipped)
+    again = Conversion(next(iter(plan.roles)).rpartition(".")[0], "output", (), P, I)
+    yield "a sum of what is complete", dataclasses.replace(plan, conversions=[*plan.conversions, again])
 
 
 def _shardings(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
@@ -88,21 +87,23 @@ def _shardings(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
 def _tokens(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
     """Each kind of boundary of sharded tokens forgotten, along another dim, or of the conjugate kind; and gradients of
     parameters used on shards that are not summed, or always."""
-    seen, other = set(), {"all_gather": "gather", "gather": "all_gather"}
-    for i, one in enumerate(plan.tokens):
-        if one.kind == "keep" or one.kind in seen:
+    seen = set()
+    for one in plan.tokens:
+        if one.types == (S, S) or one.types in seen:
             continue
-        seen.add(one.kind)
+        seen.add(one.types)
+        other = (S, R) if one.types == (S, I) else (S, I)
         for text, put in (
             ("no", []),
             ("another dim in", [dataclasses.replace(one, dim=0)]),
-            ("the other kind of", [dataclasses.replace(one, kind=other.get(one.kind, "gather"))]),
+            ("the other kind of", [dataclasses.replace(one, before=other[0], after=other[1])]),
         ):
-            tokens = [*plan.tokens[:i], *put, *plan.tokens[i + 1 :]]
-            yield f"{text} {one}", dataclasses.replace(plan, tokens=tokens)
+            i = plan.conversions.index(one)
+            edits = [*plan.conversions[:i], *put, *plan.conversions[i + 1 :]]
+            yield f"{text} {one}", dataclasses.replace(plan, conversions=edits)
     copies = [one for one in plan.copies if one.tokens]
-    left = [one for one in plan.copies if one is not copies[0]]
-    yield f"no {copies[0]}", dataclasses.replace(plan, copies=left)
+    left = [one for one in plan.conversions if one is not copies[0]]
+    yield f"no {copies[0]}", dataclasses.replace(plan, conversions=left)
 
 
 def _mean_without_pin(op: OperatorCall) -> None:

@@ -89,9 +89,9 @@ def test_forged_plans_are_malformed_in_one_sentence(saved: str, tmp_path: Path) 
 HOSTILE: dict[str, tuple[Callable[[str], bytes], str]] = {
     "no text": (lambda _: b"\xff", "must be JSON"),
     "a list": (lambda _: b"[1]", "must be a JSON object, not list"),
-    "no version": (lambda _: b"{}", "must be a plan of version 7; plan again"),
-    "another version": (lambda _: b'{"version": 6}', "must be a plan of version 7; plan again"),
-    "no digest": (lambda _: b'{"version": 7}', "has another content; plan again"),
+    "no version": (lambda _: b"{}", "must be a plan of version 8; plan again"),
+    "another version": (lambda _: b'{"version": 7}', "must be a plan of version 8; plan again"),
+    "no digest": (lambda _: b'{"version": 8}', "has another content; plan again"),
     "truncated": (lambda text: text[:-100].encode(), "must be JSON"),
     "nested": (lambda _: b'{"a":' * 100_000, "must be JSON"),
     "a long number": (lambda _: b'{"p": ' + b"9" * 5000 + b"}", "must be JSON"),

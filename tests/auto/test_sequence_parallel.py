@@ -19,6 +19,7 @@ from tests.auto.test_planner import EXAMPLE, Model
 from tests.helpers.ranks import run_raises
 from tests.helpers.simulated import run
 from tp_ext import auto
+from tp_ext.conversions import I, P, R, S
 from tp_ext.group import parallel_group
 
 VOCAB, WIDTH, HEADS, INNER = 96, 64, 4, 112
@@ -105,19 +106,16 @@ def _same_gradients(dense: nn.Module, sharded: nn.Module) -> None:
 
 def test_what_is_sharded_on_its_tokens() -> None:
     plan = auto.plan(Gpt(), _inputs(), 2, sequence_parallel=True)
-    found = {(one.kind, one.module, one.at, one.dim) for one in plan.tokens if one.kind != "keep"}
+    found = {(one.types, one.module, one.at, one.dim) for one in plan.tokens if one.types != (S, S)}
     layers = {
-        (kind, f"layers.{i}.{name}", "output", 1)
+        (types, f"layers.{i}.{name}", "output", 1)
         for i in range(2)
-        for kind, name in (
-            ("reduce_scatter", "attn.out"), ("reduce_scatter", "mlp.down"),
-            ("all_gather", "ln1"), ("all_gather", "ln2"),
-        )
+        for types, name in (((P, S), "attn.out"), ((P, S), "mlp.down"), ((S, R), "ln1"), ((S, R), "ln2"))
     }  # fmt: skip
     assert found == layers | {
-        ("reduce_scatter", "table", "output", 1),
-        ("scatter", "positions", "output", 0),
-        ("all_gather", "norm", "output", 1),
+        ((P, S), "table", "output", 1),
+        ((I, S), "positions", "output", 0),
+        ((S, R), "norm", "output", 1),
     }
     assert [(one.module, one.dim, one.tokens) for one in plan.draws if one.tokens][:2] == [
         ("drop", 1, True), ("layers.0.attn.drop", 1, True),
@@ -148,7 +146,7 @@ def test_auto_shards_where_no_more_is_communicated() -> None:
     x = (torch.zeros(3, 5, 8),)
     forced, plan = (auto.plan(one, x, 2, sequence_parallel=how) for how in (True, "auto"))
     # the model returns what is sharded: the gather comes on top of the two halves of the all-reduce
-    assert forced.tokens and {one.kind for one in forced.tokens if one.kind != "keep"} == {"reduce_scatter", "gather"}
+    assert forced.tokens and {one.types for one in forced.tokens if one.types != (S, S)} == {(P, S), (S, I)}
     assert plan.tokens == [] and plan.collectives == auto.plan(one, x, 2).collectives
     assert "would grow from" in plan.why("the model") and "all tokens in the result of the model" in str(plan)
 
@@ -171,9 +169,9 @@ def test_code_that_reads_the_length_of_shards_moves_the_boundary() -> None:
     model, inputs = build("llama")
     plan = auto.plan(model, inputs, 2, sequence_parallel=True)
     assert "arange" in plan.why("model.embed_tokens") and "model.embed_tokens" in plan.whole_tokens
-    assert ("scatter", "model.layers.0", "argument") in {(one.kind, one.module, one.at) for one in plan.tokens}
-    assert ("scatter", "model.layers.1", "argument") not in {(one.kind, one.module, one.at) for one in plan.tokens}
-    assert {one.module for one in plan.tokens if one.kind == "all_gather"} >= {"lm_head"}
+    assert ((I, S), "model.layers.0", "argument") in {(one.types, one.module, one.at) for one in plan.tokens}
+    assert ((I, S), "model.layers.1", "argument") not in {(one.types, one.module, one.at) for one in plan.tokens}
+    assert {one.module for one in plan.tokens if one.types == (S, R)} >= {"lm_head"}
 
 
 # ---------------------------------------------------------------- training
@@ -350,7 +348,7 @@ def test_parts_of_a_model_have_all_tokens() -> None:
 def _verified(group: Any) -> None:
     dense = Gpt().double()
     plan = auto.plan(dense, _inputs(), 2, sequence_parallel=True, hints={"layers.0.mlp": "whole"})
-    assert "layers.0.mlp.down" not in {one.module for one in plan.tokens if one.kind == "reduce_scatter"}
+    assert "layers.0.mlp.down" not in {one.module for one in plan.tokens if one.types == (P, S)}
     auto.apply(plan, dense.eval(), group, verify=True, example=_inputs())
 
 

@@ -2,8 +2,8 @@
 
 from tp_ext.auto.apply_plan import apply
 from tp_ext.auto.planner import plan
-from tp_ext.auto.record.edits import Collective, Copy, Draw, Output, Slice, Sum, Tokens
+from tp_ext.auto.record.edits import Collective, Conversion, Draw, Output
 from tp_ext.auto.record.trace import constraint
 from tp_ext.auto.search.plans import Plan
 
-__all__ = ["Collective", "Copy", "Draw", "Output", "Plan", "Slice", "Sum", "Tokens", "apply", "constraint", "plan"]
+__all__ = ["Collective", "Conversion", "Draw", "Output", "Plan", "apply", "constraint", "plan"]

@@ -42,13 +42,14 @@ from tp_ext.auto.modules.token_hooks import (
     TokenLengths,
 )
 from tp_ext.auto.moved import keep_names
-from tp_ext.auto.record.edits import Copy
+from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
 from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
 from tp_ext.auto.search.plans import Plan, example_for
 from tp_ext.auto.search.sizes import SizedForward
+from tp_ext.conversions import P, S
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
 from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
@@ -213,7 +214,9 @@ class _Applied:
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
         self.tokens = TokenLengths(group) if plan.tokens else None
-        self.scattered = {edit.module: edit.dim for edit in plan.tokens if edit.kind == "reduce_scatter"}
+        self.scattered = {
+            edit.module: edit.dim for edit in plan.tokens if edit.types == (P, S) and edit.dim is not None
+        }
 
     def apply(self) -> None:
         own_input = {copy.module for copy in self.plan.copies if self.sums_own_input(copy)}
@@ -263,9 +266,9 @@ class _Applied:
             self.shard_attention(name) if role == "attention" else self.replace_linear(name, role, False)
         register_draws(self.model, self.plan.draws, self.group, None)
 
-    def sums_own_input(self, copy: Copy) -> bool:
+    def sums_own_input(self, copy: Conversion) -> bool:
         """True if a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
-        is_column = copy.kind == "argument" and self.plan.roles.get(copy.module) == "column"
+        is_column = copy.at == "argument" and self.plan.roles.get(copy.module) == "column"
         return is_column and isinstance(self.model.get_submodule(copy.module), nn.Linear)
 
     # ------------------------------------------------------------ parameters
@@ -290,7 +293,7 @@ class _Applied:
 
     def fuse_norms(self) -> None:
         """Replaces RMS norms on replicated tokens; their weights need no gradient sum."""
-        entered = {copy.module for copy in self.plan.copies if copy.kind == "parameter"}
+        entered = {copy.module for copy in self.plan.copies if copy.at == "parameter"}
         for name, module in list(self.model.named_modules()):
             is_whole = name not in entered and f"{name}.weight" in self.plan.whole
             norm: nn.Module | None = fused_norm(module) if is_whole else None
@@ -371,10 +374,10 @@ class _Applied:
             model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)
         arguments_of: dict[tuple[str, bool], list[Any]] = {}
         for copy in plan.copies:
-            if copy.kind == "output":
+            if copy.at == "output":
                 hook = CopyOutput(copy.path, copy.span, group, self.tokens if copy.tokens else None)
                 model.get_submodule(copy.module).register_forward_hook(hook, with_kwargs=True)
-            elif copy.kind == "argument" and copy.module not in own_input:
+            elif copy.at == "argument" and copy.module not in own_input:
                 arguments_of.setdefault((copy.module, copy.tokens), []).append(copy.path)
         for (name, tokens), paths in arguments_of.items():
             copies = CopyArguments(paths, group, self.tokens if tokens else None)
@@ -399,29 +402,29 @@ class _Applied:
         self.model.register_forward_pre_hook(BeginForward(self.tokens), prepend=True)
         kept: dict[str, list[Any]] = {}
         for edit in self.plan.tokens:
-            if edit.kind == "keep":
+            if edit.types == (S, S):
                 kept.setdefault(edit.module, []).append(edit.path)
         for name, paths in kept.items():
             keep = KeepTokens(paths, self.tokens)
             self.model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
         for edit in self.plan.tokens:
-            if edit.at == "argument" and edit.kind != "keep":
-                boundary = ArgumentBoundary(TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens))
+            if edit.at == "argument" and edit.types != (S, S):
+                boundary = ArgumentBoundary(TokenBoundary(edit, self.tokens))
                 self.model.get_submodule(edit.module).register_forward_pre_hook(boundary, with_kwargs=True)
 
     def end_tokens(self) -> None:
         """Registers the scatters of results, except for layers that scatter their sums themselves."""
         for edit in self.plan.tokens:
             if self.tokens is not None and edit.at == "output" and edit.module not in self.plan.roles:
-                boundary = TokenBoundary(edit.kind, edit.path, edit.dim, self.tokens)
+                boundary = TokenBoundary(edit, self.tokens)
                 self.model.get_submodule(edit.module).register_forward_hook(boundary)
 
     def enter_parameters(self) -> None:
         entering: dict[str, EnterParameters] = {}
         for copy in self.plan.copies:
-            if copy.kind == "parameter":
+            if copy.at == "parameter":
                 hook = entering.setdefault(copy.module, EnterParameters(self.group, tokens=self.tokens))
-                hook.divided[str(copy.path[0])] = copy.divided
+                hook.divided[str(copy.path[0])] = copy.after is P
                 if copy.tokens:
                     hook.on_tokens.add(str(copy.path[0]))
         for owner, names in self.entered_copied.items():

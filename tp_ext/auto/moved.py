@@ -22,7 +22,7 @@ def keep_names(model: nn.Module) -> None:
 
 def edited_modules(plan: Plan) -> set[str]:
     """The modules that have shards, hooks or integers of a plan."""
-    edits: list[Any] = [*plan.copies, *plan.sums, *plan.slices, *plan.tokens, *plan.draws]
+    edits: list[Any] = [*plan.conversions, *plan.draws]
     owners = [name.rpartition(".")[0] for name in (*plan.shardings, *plan.buffers)]
     return {*owners, *plan.roles, *plan.patches, *plan.sizes, *(edit.module for edit in edits)}
 
@@ -68,10 +68,7 @@ def moved(plan: Plan, model: nn.Module) -> Plan:
         tied=[[new for name in tied if (new := of_parameter(name)) is not None] for tied in plan.tied],
         roles=keyed(plan.roles),
         heads=[names[name] for name in plan.heads if name in names],
-        copies=edits(plan.copies),
-        sums=edits(plan.sums),
-        slices=edits(plan.slices),
-        tokens=edits(plan.tokens),
+        conversions=edits(plan.conversions),
         draws=edits(draws),
         patches=keyed(plan.patches),
         sizes=keyed(plan.sizes),

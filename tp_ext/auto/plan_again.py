@@ -15,7 +15,7 @@ from torch import nn
 
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
-from tp_ext.auto.record.edits import CallEdits, Copy, Draw, Slice
+from tp_ext.auto.record.edits import CallEdits, Conversion, Draw
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import arguments
@@ -25,16 +25,18 @@ from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
+from tp_ext.conversions import I, R, S
 
 
-def _by_name(structure: nn.Module, edit: Any) -> Any:
+def _by_name(structure: nn.Module, edit: Conversion) -> Conversion:
     """An edit of an argument of the model by its name: this call's example has names where the plan's may have none."""
-    of_argument = isinstance(edit, Slice) or "argument" in (getattr(edit, "kind", ""), getattr(edit, "at", ""))
-    if edit.module or not of_argument or edit.path[0]:
+    if edit.module or edit.at != "argument" or edit.path[0]:
         return edit
     names = argument_names(structure)
     number = edit.path[1]
-    return dataclasses.replace(edit, path=(1, names[number], *edit.path[2:])) if number < len(names) else edit
+    if isinstance(number, str) or number >= len(names):
+        return edit
+    return dataclasses.replace(edit, path=(1, names[number], *edit.path[2:]))
 
 
 def _place_of(draw: Draw | None) -> tuple[Any, ...] | None:
@@ -113,7 +115,7 @@ def plan_again(
     return edits, not (changed and plan.tokens)
 
 
-def _compared(plan: Plan, call: OtherCall) -> tuple[str, CallEdits | None, set[Any]]:
+def _compared(plan: Plan, call: OtherCall) -> tuple[str, CallEdits | None, set[Conversion]]:
     """Returns how the plan of another call differs from one that is carried out, or ""; what it does otherwise; and the
     edits that differ, which are right by their values."""
     rules = {name: from_notation(line) for name, line in plan.rules.items()}
@@ -135,7 +137,7 @@ def _compared(plan: Plan, call: OtherCall) -> tuple[str, CallEdits | None, set[A
     called = {module_call.module for module_call in record.calls}
     whole_heads, text = _shards_otherwise(plan, again, record)
     # Of modules that this call runs: what it does not run cannot be wrong in it
-    slices, changed = list[Slice](), set[Any]()
+    slices, changed = list[Conversion](), set[Conversion]()
     for kind in ("slices", "copies", "sums", "tokens") if torch.is_grad_enabled() else ("slices", "sums"):
         edits, edits_now = ({_by_name(call.structure, edit) for edit in getattr(of, kind)} for of in (carried, again))
         if call.shares_inputs and kind == "slices":
@@ -144,7 +146,7 @@ def _compared(plan: Plan, call: OtherCall) -> tuple[str, CallEdits | None, set[A
         # A head that stays sharded may have sums more than the new plan has, none less
         differing = edits_now - edits if whole_heads else edits ^ edits_now
         changed |= {edit for edit in differing if edit.module in called}
-    if not text and any(isinstance(edit, Slice) for edit in changed):
+    if not text and any(edit.types == (I, S) and not edit.tokens for edit in changed):
         text = _elsewhere(changed)
     if text := text or _otherwise(carried, again, record):
         return text, None, changed
@@ -189,7 +191,7 @@ def _shards_otherwise(plan: Plan, again: Plan, record: Record) -> tuple[bool, st
     return whole_heads, ""
 
 
-def _elsewhere(changed: set[Any]) -> str:
+def _elsewhere(changed: set[Conversion]) -> str:
     return f"it communicates elsewhere then, in {min(edit.module for edit in changed) or 'the model'}"
 
 
@@ -197,13 +199,13 @@ def on_whole_tokens(plan: Plan) -> Plan:
     """A plan as its hooks carry it out in a call whose tokens are not sharded."""
     if not plan.tokens:
         return plan
-    copies = [copy for copy in plan.copies if not copy.tokens]
-    copies += [Copy(edit.at, edit.module, edit.path) for edit in plan.tokens if edit.kind == "all_gather"]
+    edits = [edit for edit in plan.conversions if not edit.tokens]
+    edits += [Conversion(e.module, e.at, e.path, I, R) for e in plan.tokens if e.types == (S, R)]
     draws = [dataclasses.replace(d, dim=None, factor=None, tokens=False) if d.tokens else d for d in plan.draws]
-    return dataclasses.replace(plan, copies=copies, draws=draws, tokens=[])
+    return dataclasses.replace(plan, conversions=edits, draws=draws)
 
 
-def _difference(plan: Plan, planner: Planner, again: Plan, call: OtherCall, changed: set[Any]) -> str:
+def _difference(plan: Plan, planner: Planner, again: Plan, call: OtherCall, changed: set[Conversion]) -> str:
     """Returns how the values of a call differ, or "". The edits that are not those of the new plan are carried out:
     whether they are right, too, the values decide."""
     if plan.proof != "values" or not (call.by_values or changed):

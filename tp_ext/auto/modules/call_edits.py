@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.modules.hooks import GatherOutput, SliceArgument
-from tp_ext.auto.record.edits import CALL, CallEdits, Gather, edits_of
+from tp_ext.auto.record.edits import CALL, CallEdits, Conversion, edits_of
 from tp_ext.group import ParallelGroup
 
 
@@ -40,7 +40,7 @@ def end_call(model: nn.Module) -> None:
 class GatherOutputs:
     """A forward hook of the model: gathers its results that have a sharded dim."""
 
-    gathers: list[Gather]
+    gathers: list[Conversion]
     group: ParallelGroup
 
     @property

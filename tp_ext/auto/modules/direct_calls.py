@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument, SumOutput
 from tp_ext.auto.modules.leaves import empty_of
-from tp_ext.auto.record.edits import DirectCall, LeafPath, Slice, Tokens, leaf_name
+from tp_ext.auto.record.edits import Conversion, DirectCall, LeafPath, leaf_name
 from tp_ext.auto.record.forwards import options_of
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
+from tp_ext.conversions import I, P, R, S, Type
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Sharding
 
@@ -77,11 +78,16 @@ class Conversions:
         self.outermost, self.direct, self.group, self.takes_any = outermost, direct, group, takes_any
         # With sharded tokens, any module can: a recomputation must know whether its forward had them sharded
         self.checks_backward = direct.converts or tokens
+
+        def of(edits: Sequence[Conversion], *types: tuple[Type, Type]) -> list[Conversion]:
+            return [edit for edit in edits if edit.types in types]
+
+        self.slices, self.gathers = of(direct.values, (I, S)), of(direct.values, (S, I))
         # The gradient of a slice is that of this rank's elements: summed with those of the others
-        copies = list(dict.fromkeys((*direct.copies, *(edit.path for edit in direct.slices))))
-        self.copies = CopyArguments(copies, group)
-        self.partial = [PartialGradient(path, group) for path in direct.partial]
-        self.sums = [SumOutput(path, group) for path in direct.sums]
+        copies = [edit.path for edit in (*of(direct.gradients, (I, R)), *self.slices)]
+        self.copies = CopyArguments(list(dict.fromkeys(copies)), group)
+        self.partial = [PartialGradient(edit.path, group) for edit in of(direct.gradients, (R, I))]
+        self.sums = [SumOutput(edit.path, group) for edit in of(direct.values, (P, I))]
         self.in_hooks = self.entered = self.converting = False
 
     def is_direct(self) -> bool:
@@ -118,9 +124,9 @@ class Conversions:
             if value not in (*direct.options.get(name, ()), default) and name not in RETURNED:
                 self.refuse(f"forward does not call it with {name}={value}")
         args, kwargs = self.copies(module, args, kwargs) if self.copies.paths else (args, kwargs)
-        for edit, dims in zip(direct.slices, direct.dims, strict=True):
+        for edit, dims in zip(self.slices, direct.dims, strict=True):
 
-            def sliced(x: Tensor, edit: Slice = edit, dims: int = dims) -> Tensor:
+            def sliced(x: Tensor, edit: Conversion = edit, dims: int = dims) -> Tensor:
                 dim = self.moved(edit.dim, dims, x)
                 return SliceArgument(dataclasses.replace(edit, dim=dim), self.group).sliced(x)
 
@@ -132,7 +138,7 @@ class Conversions:
         returned = dict(tensors(output))  # by path: a call with other arguments may not return all
         for summed in self.sums:
             output = summed(module, (), {}, output) if summed.path in returned else output
-        for gather in self.direct.gathers:
+        for gather in self.gathers:
             if gather.path in returned:
                 lengths = next(of[leaf_name(gather.path)] for of in self.direct.results if leaf_name(gather.path) in of)
                 dim = self.moved(gather.sharding.dim, len(lengths), returned[gather.path])
@@ -313,11 +319,12 @@ def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGrou
     needed = {name for direct in plan.direct_calls if direct.converts for name in with_parents(direct.module)}
     if not needed:
         return
+    tokens = any(edit.of_tokens for edit in plan.conversions)
     for direct in plan.direct_calls:
         if direct.module in needed:
             module = model.get_submodule(direct.module)
             takes_any = plan.roles.get(direct.module) in ("column", "row", "vocab")
-            conversions = Conversions(outermost, direct, group, takes_any, bool(plan.tokens))
+            conversions = Conversions(outermost, direct, group, takes_any, tokens)
             # A forward in the instance changes sizes of calls, which those of conversions must not be among
             if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
                 conversions.in_hooks = True
@@ -337,4 +344,4 @@ class DirectPlan(Protocol):
 
     direct_calls: list[DirectCall]
     roles: dict[str, str]
-    tokens: list[Tokens]
+    conversions: list[Conversion]

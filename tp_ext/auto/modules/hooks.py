@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.auto.modules.token_hooks import TokenLengths
-from tp_ext.auto.record.edits import LeafPath, Slice
+from tp_ext.auto.record.edits import Conversion, LeafPath
 from tp_ext.auto.search.localize import replaced, replaced_argument
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import CopiedRows, Sharding
@@ -76,7 +76,7 @@ class CopyArguments:
 class SliceArgument:
     """Takes this rank's share of an argument that is computed outside of the module."""
 
-    slice: Slice
+    slice: Conversion
     group: ParallelGroup
     is_needed_in_stages = True
 
@@ -85,6 +85,7 @@ class SliceArgument:
 
     def sliced(self, x: Tensor) -> Tensor:
         dim, factor = self.slice.dim, self.slice.factor
+        assert factor is not None
         divided, place = factor.divided(x, dim, factor.size)
         local = factor.sharding(place).shard(divided, self.group.rank, self.group.size)
         return local if divided is x else local.flatten(dim, dim + 1)

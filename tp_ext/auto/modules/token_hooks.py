@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tp_ext import _ops
-from tp_ext.auto.record.edits import LeafPath, edits_of
+from tp_ext.auto.record.edits import Conversion, LeafPath, edits_of
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import argument_path, replaced, replaced_argument
+from tp_ext.conversions import I, P, R, S
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import split_sizes
 
@@ -176,33 +177,27 @@ class KeepTokens:
 
 @dataclass
 class TokenBoundary:
-    """A forward hook: a result becomes sharded on its tokens, or whole again.
+    """A forward hook: a result becomes sharded on its tokens, or whole again."""
 
-    Attributes:
-        kind: as in :class:`tp_ext.auto.Tokens`.
-    """
-
-    kind: str
-    path: LeafPath
-    dim: int
+    edit: Conversion
     lengths: TokenLengths
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return replaced(output, self.path, self.converted)
+        return replaced(output, self.edit.path, self.converted)
 
     def converted(self, x: Tensor) -> Tensor:
-        name, dim, kind = self.lengths.group.name, self.dim, self.kind
-        if kind == "reduce_scatter":
+        name, dim, types = self.lengths.group.name, self.edit.dim, self.edit.types
+        if types == (P, S):
             # Whole tokens, here and below: the collectives are those without sequence parallelism
             sizes = self.lengths.enter(x.shape[dim])
             if sizes is None:
                 return _ops.reduce_from_region(x, name)
             return _ops.reduce_scatter_region(x, name, dim, sizes)
-        if kind == "scatter":
+        if types == (I, S):
             sizes = self.lengths.enter(x.shape[dim])
             return x if sizes is None else _ops.scatter_to_region(x, name, dim, sizes)
         sizes = self.lengths.sizes_of(x, dim)
-        if kind == "all_gather":
+        if types == (S, R):
             if sizes is None:
                 # The gradient is partial with whole tokens, too: sharded work uses the tensor
                 return _ops.copy_to_region(x, name)
@@ -218,4 +213,4 @@ class ArgumentBoundary:
     is_of_input = True  # an adapter would get the argument without it
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced_argument(module, args, kwargs, self.boundary.path, self.boundary.converted)
+        return replaced_argument(module, args, kwargs, self.boundary.edit.path, self.boundary.converted)

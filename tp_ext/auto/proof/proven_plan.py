@@ -34,6 +34,7 @@ from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
+from tp_ext.conversions import I, P, S
 from tp_ext.sharding import Sharding
 
 
@@ -51,8 +52,8 @@ class PlannerOf(Protocol):
 
 
 BUDGET = 2**30  # bytes of parameters
-BOUNDARIES = "copies", "sums", "tokens"
 TYPES = (torch.float64, torch.float32)
+_OF_A_CALL = (I, S), (S, I)
 
 
 class Prover:
@@ -156,7 +157,7 @@ class Prover:
         text = self._tried(only, plan=plan if self.is_all else None)
         if not text:
             return {}
-        sources = {kind_of(edit.module) for edit in plan.tokens if edit.kind == "reduce_scatter"}
+        sources = {kind_of(edit.module) for edit in plan.conversions if edit.types == (P, S)}
         # Without scattered sums nothing differs: the shards of tokens are the cause, and no weight need be whole
         if sources and not self._tried(only, dict.fromkeys(sources, text)):
             reason = f"values differ when it is sharded on its tokens: {text}"
@@ -174,7 +175,7 @@ class Prover:
         if self.carried is None:
             return ""
         plan, start = self.carried, len(layer)
-        edits = [edit for kind in (*BOUNDARIES, "slices", "draws") for edit in getattr(plan, kind)]
+        edits: list[Any] = [*plan.conversions, *plan.draws]
         inside = [replace(e, module=e.module[start:]) for e in edits if f"{e.module}.".startswith(f"{layer}.")]
         shards = [(name[start:], s.dim) for name, s in plan.shardings.items() if name.startswith(f"{layer}.")]
         return repr((inside, shards))
@@ -189,12 +190,16 @@ class Prover:
         only = self._only(self.reduced, plan)
         if not self.is_all:
             plan = self.planner_of(self.reduced, self.example, self.p, only).decide()
-        copies, sums, tokens = ([e for e in getattr(carried, kind) if e.module in self.modules] for kind in BOUNDARIES)
+        # Slices and gathers are those of this call
+        edits = [*plan.slices, *plan.gathers]
+        edits += [
+            e for e in carried.conversions if e.module in self.modules and (e.tokens or e.types not in _OF_A_CALL)
+        ]
         on_tokens = {draw.module for draw in carried.draws if draw.tokens}
         # Of a smaller model, whose lengths are others
         draws = [replace(draw, shape=None) for draw in carried.draws if draw.module in on_tokens & {*self.modules}]
         draws += [draw for draw in plan.draws if draw.module not in on_tokens]
-        return self._tried(only, plan=replace(plan, draws=draws, copies=copies, sums=sums, tokens=tokens))
+        return self._tried(only, plan=replace(plan, draws=draws, conversions=edits))
 
     def _groups(self, only: Mapping[str, int]) -> list[list[str]]:
         """Groups the kinds of parameters by the decision that shards them; equal layers share a kind."""
@@ -311,10 +316,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
         roles=roles,
         heads=[],
         buffers={},
-        copies=[],
-        sums=[],
-        slices=[],
-        gathers=[],
+        conversions=[],
         refused_inputs=[],
         draws=whole_draws(plan.draws),
         patches={},
@@ -323,7 +325,6 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
         collectives=[],
         proofs=[],
         outputs=[replace(output, local=output.shape, state="replicated") for output in plan.outputs],
-        tokens=[],
         whole_tokens={},
         invariant_blocks=None,
         functions=[],

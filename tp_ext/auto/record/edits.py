@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from tp_ext.conversions import I, S, Type
 from tp_ext.sharding import Part, Sharding
 
 LeafPath = tuple[str | int, ...]
@@ -16,56 +17,6 @@ itself."""
 def leaf_name(path: LeafPath) -> str:
     """A path as text, which JSON takes for a key."""
     return ".".join(map(str, path))
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A replicated tensor whose gradients are partial: backward sums them (:func:`tp_ext.copy_to_region`).
-
-    Attributes:
-        kind: ``"parameter"``, ``"output"`` or ``"argument"`` of the module.
-        module: name of the module.
-        path: where the tensor is; for a parameter its local name alone.
-        span: only these elements of an output: (dim from the end, start, stop); None: all.
-        divided: a parameter that every rank adds to partial sums: used as 1/p of itself.
-        tokens: the gradients are partial only while the tokens are sharded, and summed only then.
-    """
-
-    kind: str
-    module: str
-    path: LeafPath
-    span: tuple[int, int, int] | None = None
-    divided: bool = False
-    tokens: bool = False
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A boundary of a module at which a tensor becomes sharded on its tokens, or whole again.
-
-    ``"reduce_scatter"``: a partial output, summed (:func:`tp_ext.reduce_scatter_region`). ``"scatter"``: a replicated
-    tensor, sliced (:func:`tp_ext.scatter_to_region`). ``"all_gather"``: whole for sharded work
-    (:func:`tp_ext.all_gather_region`). ``"gather"``: whole for replicated work (:func:`tp_ext.gather_from_region`).
-    ``"keep"``: an argument that stays sharded; its full length is remembered, for a recomputation in backward.
-
-    Attributes:
-        kind: one of these. module: name of the module. at: ``"output"`` or ``"argument"`` of it. path: where the tensor
-        is. dim: its dim of tokens.
-    """
-
-    kind: str
-    module: str
-    at: str
-    path: LeafPath
-    dim: int
-
-
-@dataclass(frozen=True)
-class Sum:
-    """An output of a module that is partial: forward sums it (:func:`tp_ext.reduce_from_region`)."""
-
-    module: str
-    path: LeafPath
 
 
 @dataclass(frozen=True)
@@ -110,22 +61,53 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """An argument of a module that has a sharded dim and is computed outside of it: sliced on its way in."""
+class Conversion:
+    """A tensor at the boundary of a module that has another type on either side: forward code sees no difference.
+
+    Its region is ``CONVERSIONS[before, after]`` of :mod:`tp_ext.conversions`. Three have none, since they send nothing:
+    I to P, of a parameter that every rank adds to partial sums, is 1/p of it; S to S is a shard of tokens, whose full
+    length is remembered for a recomputation in backward; R to I keeps the gradient of rank 0 alone.
+
+    Attributes:
+        module: name of the module. at: ``"parameter"``, ``"argument"`` or ``"output"`` of it. path: where the tensor
+            is; for a parameter its local name alone.
+        before, after: its types, in the order of forward: of an argument or a parameter outside of the module and
+            inside, of an output inside and outside.
+        dim: the sharded one, of an S. factor: its shards; None: those of the tokens.
+        span: only these elements of an output: (dim from the end, start, stop); None: all.
+        tokens: only while tokens are sharded. While they are whole, a P is an I behind it, and an S in front of it.
+    """
 
     module: str
+    at: str
     path: LeafPath
-    dim: int
-    factor: Factor
+    before: Type
+    after: Type
+    dim: int = 0
+    factor: Factor | None = None
+    span: tuple[int, int, int] | None = None
+    tokens: bool = False
+
+    @property
+    def types(self) -> tuple[Type, Type]:
+        """The key of its region."""
+        return self.before, self.after
+
+    @property
+    def of_tokens(self) -> bool:
+        """True if its shards are those of tokens."""
+        return self.tokens and S in self.types
+
+    @property
+    def sharding(self) -> Sharding:
+        """The shards of a tensor whose tokens are whole."""
+        assert self.factor is not None
+        return self.factor.sharding(self.dim)
 
 
-@dataclass(frozen=True)
-class Gather:
-    """An output of the model that has a sharded dim, such as attention weights: all-gathered, its gradient sliced
-    (:func:`tp_ext.gather_from_region`)."""
-
-    path: LeafPath
-    sharding: Sharding
+def gather(module: str, path: LeafPath, sharding: Sharding) -> Conversion:
+    """An output that has a sharded dim, such as attention weights, and is whole for the code that gets it."""
+    return Conversion(module, "output", path, S, I, sharding.dim, Factor(tuple(sharding.parts)))
 
 
 CALL = "tp_ext_call"  # attribute of the model while it runs
@@ -137,8 +119,8 @@ class CallEdits:
     """What a call of a sharded model does otherwise than its plan: ``gathers`` of results in place of the plan's,
     ``slices`` of arguments in addition to them; ``whole_tokens``: no tokens are sharded."""
 
-    gathers: tuple[Gather, ...]
-    slices: tuple[Slice, ...]
+    gathers: tuple[Conversion, ...]
+    slices: tuple[Conversion, ...]
     whole_tokens: bool = False
 
 
@@ -154,23 +136,17 @@ class DirectCall:
 
     Attributes:
         module: name of the module.
-        slices: arguments of which it takes its shard, backward all-reduces their gradients.
-        sums: results that are partial, all-reduced.
-        gathers: results with a sharded dim, all-gathered.
-        copies: arguments whose gradients it leaves partial, all-reduced.
-        partial: results whose gradients it needs partial: backward keeps those of rank 0 alone.
-        dims: for each slice, the number of dims of the argument.
+        values: of I to the types that arguments have in forward, and of those of results to I, where a rank holds
+            other values. gradients: the same for tensors of which only the gradients differ.
+        dims: for each slice of an argument, the number of its dims.
         options: switches that its calls in forward pass -> their values.
         results: for each of its calls in forward, the paths of its results with their lengths, 0 for those of a run.
         refused: why it cannot be called so; refused_gradients: why not while gradients are recorded.
     """
 
     module: str
-    slices: tuple[Slice, ...] = ()
-    sums: tuple[LeafPath, ...] = ()
-    gathers: tuple[Gather, ...] = ()
-    copies: tuple[LeafPath, ...] = ()
-    partial: tuple[LeafPath, ...] = ()
+    values: tuple[Conversion, ...] = ()
+    gradients: tuple[Conversion, ...] = ()
     dims: tuple[int, ...] = ()
     options: dict[str, list[str]] = field(default_factory=dict)
     results: list[dict[str, list[int]]] = field(default_factory=list)
@@ -179,13 +155,16 @@ class DirectCall:
 
     @property
     def converts(self) -> bool:
-        return any((*self.of_values(), *self.of_gradients()))
+        return bool(self.values or self.gradients or self.refused or self.refused_gradients)
 
-    def of_values(self) -> tuple[object, ...]:
-        return self.slices, self.sums, self.gathers, self.refused
+    @property
+    def has_shards(self) -> bool:
+        """True if it takes or returns shards."""
+        return any(S in edit.types for edit in self.values)
 
-    def of_gradients(self) -> tuple[object, ...]:
-        return self.copies, self.partial, self.refused_gradients
+    def without(self, why: str) -> DirectCall:
+        """The same call, refused for a reason."""
+        return replace(self, values=(), gradients=(), dims=(), refused=why)
 
 
 OTHER = "other"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.search.choose import carries
 from tp_ext.auto.search.flow import Flow
 from tp_ext.auto.search.tokens import TokenFlow
+from tp_ext.conversions import CONVERSIONS, WIRE, I, P, R, Region
 
 
 class PlannedState(Protocol):
@@ -32,10 +33,9 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
     ``activations`` only those of activations."""
     if p == 1:
         return []
-    collectives = []
+    collectives: list[Collective] = []
     summed = {(partial.module, partial.path) for partial in state.flow.sums}
     scattered = state.tokens.sources if state.tokens else set()
-    differentiable = record.differentiable
     # Sums of row layers and look-ups, and of modules whose output is partial; a scattered sum is listed with its
     # tokens
     for call in record.calls:
@@ -43,7 +43,7 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
             if call.module in scattered:
                 continue
             if state.roles.get(call.module) in ("row", "vocab", "attention") or (call.module, path) in summed:
-                collectives.append(Collective("all-reduce", call.module, "forward", _bytes(tensor)))
+                collectives += _of(CONVERSIONS[P, I], call.module, tensor, record)
     for step in record.steps:
         if step.is_loss and any(contains(step.contracted, atom) for atom in state.heads_atoms):
             # The numbers of a loss are in fp32, for logits in fp64 in fp64
@@ -59,45 +59,43 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
                     Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor))
                 )
     outputs = dict(tensors(record.output))
-    collectives += [
-        Collective("all-gather", "", "forward", _bytes(outputs[gather.path])) for gather in state.flow.gathers
-    ]
+    for gather in state.flow.gathers:
+        collectives += _of(CONVERSIONS[gather.types], "", outputs[gather.path], record)
     entered = set()  # a tensor that is several arguments of a module is summed once
     for copy, tensor in zip(state.flow.copies, state.flow.copied, strict=True):
-        if copy.kind == "argument" and (copy.module, id(tensor)) in entered:
+        if copy.at == "argument" and (copy.module, id(tensor)) in entered:
             continue
         entered.add((copy.module, id(tensor)))
-        if id(tensor) in differentiable and not (activations and copy.kind == "parameter"):
-            collectives.append(Collective("all-reduce", copy.module, "backward", _bytes(tensor)))
+        if not (activations and copy.at == "parameter"):
+            collectives += _of(CONVERSIONS[I, R], copy.module, tensor, record)
     return collectives + collectives_of_tokens(record, state, activations)
 
 
 def collectives_of_tokens(record: Record, state: PlannedState, activations: bool) -> list[Collective]:
     collectives: list[Collective] = []
     for edit, tensor in state.tokens.calls() if state.tokens else ():
-        forward, backward = {
-            "reduce_scatter": ("reduce-scatter", "all-gather"),
-            "all_gather": ("all-gather", "reduce-scatter"),
-            "scatter": (None, "all-gather"),
-            "gather": ("all-gather", None),
-            "keep": (None, None),
-        }[edit.kind]
-        if forward:
-            collectives.append(Collective(forward, edit.module, "forward", _bytes(tensor)))
-        if backward and id(tensor) in record.differentiable:
-            collectives.append(Collective(backward, edit.module, "backward", _bytes(tensor)))
+        if edit.types in CONVERSIONS:
+            collectives += _of(CONVERSIONS[edit.types], edit.module, tensor, record)
     biases = {name: t for name, t in record.parameters.values() if name.endswith(".bias")}
     for module in [] if activations or state.tokens is None else sorted(state.tokens.sources):
         bias = biases.get(f"{module}.bias")
         # A row layer adds its bias to the rank's tokens alone, so that the gradient of the bias is partial
-        if bias is not None and state.roles.get(module) == "row" and id(bias) in record.differentiable:
-            collectives.append(Collective("all-reduce", module, "backward", _bytes(bias)))
+        if bias is not None and state.roles.get(module) == "row":
+            collectives += _of(CONVERSIONS[I, R], module, bias, record)
     return collectives
 
 
 def on_the_wire(collectives: Sequence[Collective]) -> int:
-    """Twice the tensor for an all-reduce, once for its halves; in units of (p - 1) / p bytes."""
-    return sum(collective.bytes * (2 if collective.kind == "all-reduce" else 1) for collective in collectives)
+    """The bytes that a rank sends, in units of (p - 1) / p."""
+    return sum(collective.bytes * WIRE[collective.kind.replace("-", "_")] for collective in collectives)
+
+
+def _of(region: Region, module: str, tensor: Tensor, record: Record) -> Iterator[Collective]:
+    """The collectives of a region, of which those of backward need a gradient."""
+    if region.forward:
+        yield Collective(region.forward.replace("_", "-"), module, "forward", _bytes(tensor))
+    if region.backward and id(tensor) in record.differentiable:
+        yield Collective(region.backward.replace("_", "-"), module, "backward", _bytes(tensor))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -14,12 +14,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
-from tp_ext.auto.record.edits import DirectCall, Factor, Gather, LeafPath, Slice, leaf_name
+from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gather, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
 from tp_ext.auto.search.flow import Finder
 from tp_ext.auto.search.gradient_types import COMPLETE, PARTIAL
 from tp_ext.auto.search.tokens import TokenGather
+from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding
 
 
@@ -44,9 +45,7 @@ def direct_calls(finder: Finder, edited: Iterable[str], local: Iterable[str]) ->
             new = _Boundary(finder, call).conversions()
             common = _common(conversions.setdefault(call.module, new), new)
             conversions[call.module] = _with_call(common, finder.record, call, constant)
-    return [
-        _refused_in(direct, local) if direct.slices or direct.gathers else direct for direct in conversions.values()
-    ]
+    return [_refused_in(direct, local) if direct.has_shards else direct for direct in conversions.values()]
 
 
 def with_parents(module: str) -> list[str]:
@@ -74,18 +73,18 @@ def _refused_in(direct: DirectCall, local: set[str]) -> DirectCall:
     for name in ("", *with_parents(direct.module)[:-1]):
         if name in local:
             text = f"{name or 'the model'} has sizes or parameters of a shard, and this module takes or returns shards"
-            return replace(direct, slices=(), sums=(), gathers=(), copies=(), partial=(), dims=(), refused=text)
+            return direct.without(text)
     return direct
 
 
 def _common(one: DirectCall, other: DirectCall) -> DirectCall:
     """The conversions for two calls of a module in forward: where they differ, a direct call could be either."""
-    if one.refused or one.of_values() != other.of_values():
+    if one.refused or (one.values, other.refused) != (other.values, ""):
         why = one.refused or "its calls in forward take or return other shards"
         return DirectCall(one.module, options=one.options, results=one.results, refused=why)
-    if one.refused_gradients or one.of_gradients() != other.of_gradients():
+    if one.refused_gradients or (one.gradients, other.refused_gradients) != (other.gradients, ""):
         why = one.refused_gradients or "its calls in forward complete other gradients"
-        return replace(one, copies=(), partial=(), refused_gradients=why)
+        return replace(one, gradients=(), refused_gradients=why)
     return one
 
 
@@ -106,26 +105,29 @@ class _Boundary:
             return replace(direct, refused_gradients=str(error))
 
     def of_values(self) -> DirectCall:
-        module, slices, sums, gathers = self.call.module, list[Slice](), list[LeafPath](), list[Gather]()
-        dims: list[int] = []
+        module, edits, dims = self.call.module, list[Conversion](), list[int]()
         for path, tensor in self.call.inputs:
             for sharding in self.shardings(tensor):
-                slices.append(Slice(module, path, sharding.dim, Factor(tuple(sharding.parts))))
+                factor = Factor(tuple(sharding.parts))
+                edits.append(Conversion(module, "argument", path, I, S, sharding.dim, factor))
                 dims.append(tensor.dim())
         for path, tensor in self.call.outputs:
-            gathers += [Gather(path, sharding) for sharding in self.shardings(tensor)]
+            edits += [gather(module, path, sharding) for sharding in self.shardings(tensor)]
             if self.is_partial(tensor):
-                sums.append(path)
-        return DirectCall(module, tuple(slices), tuple(sums), tuple(gathers), dims=tuple(dims))
+                edits.append(Conversion(module, "output", path, P, I))
+        return DirectCall(module, tuple(edits), dims=tuple(dims))
 
     def of_gradients(self, direct: DirectCall) -> DirectCall:
-        copies = [path for path, tensor in self.call.inputs if PARTIAL in self.gradients(tensor, inside=True)]
+        module, inputs = self.call.module, self.call.inputs
+        copies = [path for path, tensor in inputs if PARTIAL in self.gradients(tensor, inside=True)]
         # A partial result that this module sums itself has a gradient as any other
         whole = [
             (path, t) for path, t in self.call.outputs if id(t) not in self.finder.sharded and not self.is_partial(t)
         ]
         partial = [path for path, tensor in whole if self.expects_partial(tensor)]
-        return replace(direct, copies=tuple(copies), partial=tuple(partial))
+        edits = [Conversion(module, "argument", path, I, R) for path in copies]
+        edits += [Conversion(module, "output", path, R, I) for path in partial]
+        return replace(direct, gradients=tuple(edits))
 
     def shardings(self, tensor: Tensor) -> list[Sharding]:
         """The shardings of the dims of a tensor of which a rank has its shard.
@@ -166,9 +168,9 @@ class _Boundary:
         for place, of_use in finder.used.get(id(tensor), ()):
             if not first <= place < stop:
                 continue
-            gather = finder.tokens.gather_at(tensor, place) if finder.tokens is not None else None
-            if gather is not None and gather.kind == "all_gather":  # with all tokens it is a sum, backward
-                is_summed, of_use = self.is_beyond(gather, inside), frozenset({PARTIAL})
+            whole = finder.tokens.gather_at(tensor, place) if finder.tokens is not None else None
+            if whole is not None and whole.whole is R:  # with all tokens it is a sum, backward
+                is_summed, of_use = self.is_beyond(whole, inside), frozenset({PARTIAL})
             else:
                 is_summed = any(begin <= place < end and first <= begin and end <= stop for begin, end in sums)
             types |= {COMPLETE} if is_summed else of_use
@@ -188,7 +190,7 @@ class _Boundary:
             _NoConversionError: it is partial in some of its elements or uses.
         """
         finder = self.finder
-        sums = [copy for copy in finder.summed.get((id(tensor), 0, sys.maxsize), ()) if copy.kind == "output"]
+        sums = [copy for copy in finder.summed.get((id(tensor), 0, sys.maxsize), ()) if copy.at == "output"]
         if any(not self.is_inside(copy.module) for copy in sums):
             return False  # a module around this one completes it
         returned = {call.module for call, _ in finder.returned_by.get(id(tensor), ())}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
-from tp_ext.auto.record.edits import Copy, Gather, LeafPath, Slice, Sum
+from tp_ext.auto.record.edits import Conversion, LeafPath, gather
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.gradient_types import COMPLETED, NOTHING, PARTIAL, SHARDS, SUMMED, Types, movable_sums
@@ -24,6 +24,7 @@ from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS, Constants
 from tp_ext.auto.search.tokens import TokenFlow
+from tp_ext.conversions import I, P, R
 from tp_ext.sharding import Sharding
 
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
@@ -33,10 +34,10 @@ SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
 class Flow:
     """Communication of a plan, with the problems that forbid it."""
 
-    copies: list[Copy] = field(default_factory=list)
-    sums: list[Sum] = field(default_factory=list)
-    slices: list[Slice] = field(default_factory=list)
-    gathers: list[Gather] = field(default_factory=list)
+    copies: list[Conversion] = field(default_factory=list)
+    sums: list[Conversion] = field(default_factory=list)
+    slices: list[Conversion] = field(default_factory=list)
+    gathers: list[Conversion] = field(default_factory=list)
     refused_inputs: list[LeafPath] = field(default_factory=list)  # those whose gradient would stay partial
     buffers: dict[str, list[Sharding]] = field(default_factory=dict)
     local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
@@ -62,7 +63,7 @@ class Finder:
         whole_heads: set[Atom],
         cut: Mapping[str, Decision],
         tokens: TokenFlow | None = None,
-        banned: frozenset[Copy] = frozenset(),
+        banned: frozenset[Conversion] = frozenset(),
     ) -> None:
         self.tokens = tokens
         self.record, self.chosen, self.roles, self.whole_heads, self.cut = record, chosen, roles, whole_heads, cut
@@ -88,17 +89,17 @@ class Finder:
                 self.returned_by.setdefault(id(tensor), []).append((call, path))
         self.used: dict[int, list[tuple[int, Types]]] = {}  # types of a tensor's gradient by the operators that use it
         self.shard_steps: dict[int, set[int]] = {}  # operators on shards that make a tensor's gradient one of shards
-        self.summed: dict[tuple[int, int, int], list[Copy]] = {}  # by (id, first and last operator) of the uses
-        self.placed: dict[Copy, set[int]] = {}  # the calls, by their order, at which a sum was placed
+        self.summed: dict[tuple[int, int, int], list[Conversion]] = {}  # by (id, first and last operator) of the uses
+        self.placed: dict[Conversion, set[int]] = {}  # the calls, by their order, at which a sum was placed
         self.banned = banned  # sums that not every call of their module wants, or that are needed further up
-        self.moved: set[Copy] = set()  # sums at outputs that keep another one from completing a gradient
+        self.moved: set[Conversion] = set()  # sums at outputs that keep another one from completing a gradient
 
     def find(self) -> Flow:
         self.sums.find()
         self.flow.problems += self.sums.problems
         for call in self.record.calls:
             for path, tensor in call.outputs:
-                output = Sum(call.module, path)
+                output = Conversion(call.module, "output", path, P, I)
                 if self.partial.get(id(tensor)) == call.module and output not in self.flow.sums:
                     self.flow.sums.append(output)
         self.gathers_of_outputs()
@@ -132,7 +133,7 @@ class Finder:
                         blame = frozenset(decision.sharded)
                         self.flow.problems.append(Problem("", text, blame=blame))
                     else:
-                        self.flow.gathers.append(Gather(path, Sharding(dim, parts)))
+                        self.flow.gathers.append(gather("", path, Sharding(dim, parts)))
 
     def is_partial_in(self, tensor: Tensor, step: Step) -> bool:
         """True if a tensor is partial for an operator; outside of the module that made it so it has been summed."""
@@ -207,7 +208,7 @@ class Finder:
             return gradient
         gather = self.tokens.gather_at(tensor, step.place)
         if step.place not in self.tokens.steps:
-            if gather is not None and gather.kind == "gather":
+            if gather is not None and gather.whole is I:
                 return gradient  # as of a replicated tensor
             if gather is None or gradient != {PARTIAL}:
                 text = f"tokens are gathered for {sorted(gradient)} gradients in {step.reason}"
@@ -245,9 +246,8 @@ class Finder:
             elif tokens and not self.are_known(tensor, [c.start for c in self.record.calls if c.module == module]):
                 self.problem(name, f"{name} is read by {module}, which begins before tokens are sharded", tensor)
             elif only_partial:
-                self.place(
-                    id_, Copy("parameter", module, (attribute,), divided=name in self.sums.divided, tokens=tokens)
-                )
+                after = P if name in self.sums.divided else R
+                self.place(id_, Conversion(module, "parameter", (attribute,), I, after, tokens=tokens))
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
             return COMPLETED
@@ -300,7 +300,7 @@ class Finder:
         shards = {tokens.steps[place] for place in self.shard_steps.get(id(tensor), ())}
         return all(tokens.entered_before(place, atom) for place in places for atom in shards)
 
-    def unwanted(self) -> set[Copy]:
+    def unwanted(self) -> set[Conversion]:
         """Returns the sums that stand in the way of others, and those at modules with several calls that some call must
         not make: its gradient there is complete, sharded, or summed elsewhere."""
         unwanted = self.moved - self.banned
@@ -308,7 +308,7 @@ class Finder:
             for call in self.record.calls if self.number_of_calls[copy.module] > 1 else ():
                 if call.module != copy.module or call.order in orders:
                     continue
-                at = dict(call.outputs if copy.kind == "output" else call.inputs).get(copy.path)
+                at = dict(call.outputs if copy.at == "output" else call.inputs).get(copy.path)
                 if at is not None and (self.used.get(id(at)) or id(at) in self.outputs or id(at) in self.sharded):
                     unwanted.add(copy)
         return unwanted
@@ -335,7 +335,7 @@ class Finder:
                 left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]
         return frozenset(blamed)
 
-    def place(self, id_: int, copy: Copy, start: int = 0, stop: int = sys.maxsize) -> None:
+    def place(self, id_: int, copy: Conversion, start: int = 0, stop: int = sys.maxsize) -> None:
         self.summed.setdefault((id_, start, stop), []).append(copy)
 
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
@@ -352,7 +352,7 @@ class Finder:
         # A module that returns its argument comes last: code around it may use the argument itself
         last_first = self.returned_by.get(id(source), [])[::-1]
         for call, path in sorted(last_first, key=is_argument):
-            copy = Copy("output", call.module, path, span, tokens=tokens)
+            copy = Conversion(call.module, "output", path, I, R, span=span, tokens=tokens)
             known = not tokens or self.are_known(self.by_id[id_], [call.stop])
             if written < call.stop <= first and copy not in self.banned and known:
                 self.placed.setdefault(copy, set()).add(call.order)
@@ -373,7 +373,7 @@ class Finder:
                 continue
             tokens = SHARDS in left[0][1]
             for path in (path for other, path in self.calls_with[id_] if other is call):
-                copy = Copy("argument", call.module, path, tokens=tokens)
+                copy = Conversion(call.module, "argument", path, I, R, tokens=tokens)
                 self.placed.setdefault(copy, set()).add(call.order)
                 self.place(id_, copy, call.start, call.stop)
             left = [use for use in left if not call.start <= use[0] < call.stop]
@@ -381,7 +381,7 @@ class Finder:
 
     def may_sum_argument(self, id_: int, call: ModuleCall, at: int, after: int) -> bool:
         if not after < call.start <= at < call.stop or any(
-            Copy("argument", call.module, path, tokens=tokens) in self.banned
+            Conversion(call.module, "argument", path, I, R, tokens=tokens) in self.banned
             for other, path in self.calls_with[id_]
             for tokens in (False, True)
             if other is call
@@ -437,7 +437,7 @@ class Finder:
             copy = self.summed[key][0]
             if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
                 self.problem(
-                    copy.module, f"the gradient of an {copy.kind} of {copy.module or 'the model'} is {sorted(types)}"
+                    copy.module, f"the gradient of an {copy.at} of {copy.module or 'the model'} is {sorted(types)}"
                 )
         for id_, (name, tensor) in record.parameters.items():
             if name in self.cut:

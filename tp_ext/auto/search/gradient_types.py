@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tp_ext.auto.record.edits import Copy
+from tp_ext.auto.record.edits import Conversion
 
 COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
 SHARDS = "of shards"  # partial while tokens are sharded, else complete
@@ -15,7 +15,7 @@ COMPLETED: Types = frozenset({COMPLETE})
 SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
 
 
-def movable_sums(finder: Any, id_: int, at: int) -> set[Copy]:
+def movable_sums(finder: Any, id_: int, at: int) -> set[Conversion]:
     """Returns the sums without which all uses of a tensor, or all in a module that takes it as an argument, have
     partial gradients, as the use ``at`` has: one sum serves them all.
 
@@ -32,10 +32,10 @@ def movable_sums(finder: Any, id_: int, at: int) -> set[Copy]:
     return set()
 
 
-def _completing(finder: Any, places: list[int]) -> set[Copy]:
+def _completing(finder: Any, places: list[int]) -> set[Conversion]:
     """Returns the sums at outputs of modules that complete the gradients that operators give their inputs; none if one
     is complete without a sum."""
-    copies: set[Copy] = set()
+    copies: set[Conversion] = set()
     seen: set[int] = set()
     while places:
         step = finder.record.steps[places.pop()]
@@ -45,7 +45,7 @@ def _completing(finder: Any, places: list[int]) -> set[Copy]:
             return set()
         for id_ in (results & finder.used.keys()) - seen:
             seen.add(id_)
-            summed = [copy for copy in finder.summed.get((id_, 0, sys.maxsize), ()) if copy.kind == "output"]
+            summed = [copy for copy in finder.summed.get((id_, 0, sys.maxsize), ()) if copy.at == "output"]
             # No sum at an output has given this gradient its type, so that a ban of sums would not change it
             if not summed and finder.type_now(finder.by_id[id_]) != COMPLETED:
                 return set()

@@ -22,6 +22,7 @@ from tp_ext.auto.record.record import MEMORY_VIEWS, Step
 from tp_ext.auto.search.choose import carries
 from tp_ext.auto.search.gradient_types import PARTIAL
 from tp_ext.auto.search.localize import is_conv1d
+from tp_ext.conversions import I, S
 
 if TYPE_CHECKING:
     from tp_ext.auto.search.flow import Finder
@@ -175,7 +176,7 @@ def _dependence(step: Step) -> str:
 
 def _without_sums(direct: DirectCall) -> DirectCall:
     """A direct call, refused if it would add terms of the ranks, or slices of them."""
-    if not (direct.sums or direct.copies or direct.partial or direct.slices):
+    if all(edit.types == (S, I) for edit in (*direct.values, *direct.gradients)):
         return direct
     text = "it would add one term of each rank, with invariant_blocks"
-    return replace(direct, slices=(), sums=(), gathers=(), copies=(), partial=(), dims=(), refused=text)
+    return direct.without(text)

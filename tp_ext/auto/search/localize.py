@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.record.dims import Atom, atoms
-from tp_ext.auto.record.edits import LeafPath, SizeCall, Slice, Tokens
+from tp_ext.auto.record.edits import Conversion, LeafPath, SizeCall
 from tp_ext.auto.record.multi_head import forward_on_fakes
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.trace import trace
@@ -30,6 +30,7 @@ from tp_ext.auto.search.choose import Decision, local_length
 from tp_ext.auto.search.reasons import failure_of
 from tp_ext.auto.search.sizes import Observer, SizedForward
 from tp_ext.auto.search.tokens import TokenFlow
+from tp_ext.conversions import I, P, S
 from tp_ext.sharding import Sharding, split_sizes
 
 VIEW_CALLS = {
@@ -67,8 +68,8 @@ class LocalEdits:
     heads: Sequence[str]
     shardings: Mapping[str, Sharding]  # of parameters, by all their names
     buffers: Mapping[str, Sequence[Sharding]]
-    slices: Sequence[Slice]
-    tokens: Sequence[Tokens]
+    slices: Sequence[Conversion]
+    tokens: Sequence[Conversion]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,12 +273,13 @@ class _LogitsOf:
 class _Sliced:
     """Slices an argument; the proof does not see its calls."""
 
-    def __init__(self, slice_: Slice, rank: int, p: int) -> None:
+    def __init__(self, slice_: Conversion, rank: int, p: int) -> None:
         self.slice, self.rank, self.p = slice_, rank, p
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
             dim, factor = self.slice.dim, self.slice.factor
+            assert factor is not None
             size = factor.local_size(self.rank, self.p)
             return replaced_argument(
                 module, args, kwargs, self.slice.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
@@ -287,7 +289,7 @@ class _Sliced:
 class _LocalTokens:
     """A boundary of sharded tokens, on fakes: only shapes change, by calls that the proof does not see."""
 
-    def __init__(self, tokens: Tokens, rank: int, p: int, lengths: list[int]) -> None:
+    def __init__(self, tokens: Conversion, rank: int, p: int, lengths: list[int]) -> None:
         self.tokens, self.rank, self.p = tokens, rank, p
         self.lengths = lengths  # that of the tokens sharded last; shared by all boundaries
 
@@ -300,10 +302,10 @@ class _LocalTokens:
     def converted(self, x: Tensor) -> Tensor:
         dim = self.tokens.dim
         with torch._C.DisableTorchFunction():
-            if self.tokens.kind in ("reduce_scatter", "scatter"):
+            if self.tokens.types in ((P, S), (I, S)):
                 self.lengths[:] = [x.shape[dim]]
                 return x.narrow(dim, 0, split_sizes(x.shape[dim], self.p)[self.rank])
-            if self.tokens.kind == "keep":
+            if self.tokens.types == (S, S):
                 return x
             # Shards may be uneven, so that the full length does not follow from this rank's
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])

@@ -10,18 +10,19 @@ from typing import Any, Protocol
 from torch import nn
 
 from tp_ext.auto.record.dims import Atom
-from tp_ext.auto.record.edits import Copy, Output, Tokens
+from tp_ext.auto.record.edits import Conversion, Output
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import local_length
+from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding
 
 COLOURS = {"sharded": "#8ecae6", "partial": "#ffb703", "replicated": "#e5e5e5"}
 COLLECTIVE = "#c1121f"
 TOKEN_BOUNDARIES = {
-    "reduce_scatter": "reduce-scatter of the sum over tokens, forward; all-gather, backward",
-    "scatter": "slice of the tokens, forward; all-gather of its gradient, backward",
-    "all_gather": "all-gather of the tokens, forward; reduce-scatter of its gradient, backward",
-    "gather": "all-gather of the tokens, forward; slice of its gradient, backward",
+    (P, S): "reduce-scatter of the sum over tokens, forward; all-gather, backward",
+    (I, S): "slice of the tokens, forward; all-gather of its gradient, backward",
+    (S, R): "all-gather of the tokens, forward; reduce-scatter of its gradient, backward",
+    (S, I): "all-gather of the tokens, forward; slice of its gradient, backward",
 }
 WIDTHS = {"parameter": 3.4, "module": 3.2, "output": 3.4}
 ROW = 0.62  # inches
@@ -33,8 +34,7 @@ class ShownPlan(Protocol):
     p: int
     shapes: dict[str, tuple[int, ...]]
     shardings: dict[str, Sharding]
-    copies: list[Copy]
-    tokens: list[Tokens]
+    conversions: list[Conversion]
     outputs: list[Output]
 
 
@@ -141,24 +141,25 @@ def _rows(plan: ShownPlan, outputs: Sequence[Output]) -> list[dict[str, Any]]:
             after(open_.pop())
 
     def boundaries(output: Output, at: str) -> None:
-        for tokens in plan.tokens:
-            if (tokens.module, tokens.at) == (output.module, at) and tokens.kind in TOKEN_BOUNDARIES:
-                rows.append({"text": f"{TOKEN_BOUNDARIES[tokens.kind]}: {_name(output.module)}"})
+        for edit in plan.conversions:
+            if edit.of_tokens and (edit.module, edit.at) == (output.module, at) and edit.types in TOKEN_BOUNDARIES:
+                rows.append({"text": f"{TOKEN_BOUNDARIES[edit.types]}: {_name(output.module)}"})
 
     def after(output: Output) -> None:
         boundaries(output, "output")
         if output.state == "partial" and output.module not in scattered:
             rows.append({"text": f"all-reduce of the sum over ranks, forward: {_name(output.module)}"})
-        if any(copy.kind == "output" and copy.module == output.module for copy in plan.copies):
+        if ("output", output.module) in copied:
             rows.append({"text": f"all-reduce of its gradient, backward: {_name(output.module)}"})
 
     # A module comes before those inside it, so its collectives are drawn when the first module outside of it comes. A
     # reduce-scatter stands in place of the all-reduce
-    scattered = {tokens.module for tokens in plan.tokens if tokens.kind == "reduce_scatter"}
+    scattered = {edit.module for edit in plan.conversions if edit.types == (P, S)}
+    copied = {(edit.at, edit.module) for edit in plan.conversions if edit.types == (I, R)}
     for output in outputs:
         close(output.module)
         boundaries(output, "argument")
-        if any(copy.kind == "argument" and copy.module == output.module for copy in plan.copies):
+        if ("argument", output.module) in copied:
             rows.append({"text": f"all-reduce of the input's gradient, backward: {_name(output.module)}"})
         names = [name for name in plan.shapes if name.rpartition(".")[0] == output.module]
         rows.append({"output": output, "parameters": [_parameter(plan, name) for name in names]})

@@ -20,25 +20,22 @@ from tp_ext._checks import check_int
 from tp_ext.auto.record.edits import (
     OTHER,
     Collective,
-    Copy,
+    Conversion,
     DirectCall,
     Draw,
-    Gather,
     LeafPath,
     Output,
     SizeCall,
-    Slice,
-    Sum,
-    Tokens,
 )
 from tp_ext.auto.record.numbers import ReadNumbers, read_ids
 from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.search import picture
 from tp_ext.checkpoint.files.plain_values import read_json
 from tp_ext.checkpoint.files.typed_values import value_of
+from tp_ext.conversions import I, P, R, S, Type
 from tp_ext.sharding import Part, Sharding
 
-VERSION = 7
+VERSION = 8
 DIGEST = "sha256"  # of the rest of the file, which is so the plan that was proven
 
 
@@ -55,8 +52,9 @@ class Plan:
         roles: module that is replaced by a layer -> ``"column"``, ``"row"`` or ``"vocab"``.
         heads: the modules among them whose output is sharded over the vocabulary.
         tied: the names of each sharded parameter that has several.
-        copies, sums, slices, gathers, draws, buffers: what happens at boundaries of modules
-            (:mod:`tp_ext.auto.record.edits`).
+        conversions: tensors at boundaries of modules that have another type on either side, and so all communication
+            but that of replaced layers (:class:`tp_ext.auto.Conversion`).
+        draws: calls that draw random masks. buffers: shardings of buffers.
         shapes: name of a parameter -> its full shape.
         example: the example's structure, tensors as shape and dtype, with the values of those of which code reads
             numbers; None if it holds other objects.
@@ -67,8 +65,6 @@ class Plan:
         proofs: for each rank, a hash of the calls of the local model on fakes, with their shapes.
         bytes_of_element: name of a parameter -> bytes of an element, once for tied ones.
         outputs: the results of the modules, in the order of their first calls.
-        tokens: boundaries of modules at which tensors become sharded on their tokens, or whole again; empty without
-            sequence parallelism.
         whole_tokens: module whose sum over the ranks stays an all-reduce under sequence parallelism -> the reason.
         sizes: module -> its calls with sizes as arguments, of which some are changed while it runs
             (:class:`~tp_ext.auto.record.edits.SizeCall`): one list for all ranks, or one for each.
@@ -85,10 +81,7 @@ class Plan:
     roles: dict[str, str]
     heads: list[str]
     buffers: dict[str, list[Sharding]]
-    copies: list[Copy]
-    sums: list[Sum]
-    slices: list[Slice]
-    gathers: list[Gather]
+    conversions: list[Conversion]
     draws: list[Draw]
     patches: dict[str, dict[str, tuple[int, int | tuple[int, ...]]]]
     whole: dict[str, str]
@@ -101,7 +94,6 @@ class Plan:
     proofs: list[str] = field(default_factory=list)
     bytes_of_element: dict[str, int] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
-    tokens: list[Tokens] = field(default_factory=list)
     whole_tokens: dict[str, str] = field(default_factory=dict)
     direct: list[str] = field(default_factory=list)
     sizes: dict[str, list[list[SizeCall]]] = field(default_factory=dict)
@@ -166,13 +158,39 @@ class Plan:
         return list(dict.fromkeys((*self.patches, *self.sizes, *owners)))
 
     @property
+    def copies(self) -> list[Conversion]:
+        """Replicated tensors whose gradients are partial, or that are terms of a sum themselves."""
+        return [edit for edit in self.conversions if edit.types in ((I, R), (I, P))]
+
+    @property
+    def sums(self) -> list[Conversion]:
+        """Partial outputs that are summed."""
+        return [edit for edit in self.conversions if edit.types == (P, I)]
+
+    @property
+    def slices(self) -> list[Conversion]:
+        """Arguments that are computed outside of their module, and of which it takes a shard."""
+        return [edit for edit in self.conversions if edit.types == (I, S) and not edit.tokens]
+
+    @property
+    def gathers(self) -> list[Conversion]:
+        """Outputs of the model that have a sharded dim."""
+        return [edit for edit in self.conversions if edit.types == (S, I) and not edit.tokens]
+
+    @property
+    def tokens(self) -> list[Conversion]:
+        """Boundaries at which tensors become sharded on their tokens, stay so, or are whole again; empty without
+        sequence parallelism."""
+        return [edit for edit in self.conversions if edit.of_tokens]
+
+    @property
     def masks(self) -> list[Draw]:
         """The draws whose calls are replaced."""
         return [draw for draw in self.draws if draw.call != OTHER]
 
     def edited(self) -> set[str]:
         """Returns the names of the modules that the plan changes, or their boundaries."""
-        edits: tuple[Any, ...] = (*self.copies, *self.sums, *self.slices, *self.tokens, *self.masks)
+        edits: tuple[Conversion | Draw, ...] = (*self.conversions, *self.masks)
         return {*self.roles, *self.local(), *(edit.module for edit in edits)}
 
     def why(self, name: str) -> str:
@@ -185,7 +203,7 @@ class Plan:
         # Names of modules and of parameters differ, so that any order of these tests is right
         if name in self.whole_tokens:
             return f"the result of {name} has all tokens: {self.whole_tokens[name]}"
-        if any(edit.kind == "reduce_scatter" and edit.module == name for edit in self.tokens):
+        if any(edit.types == (P, S) and edit.module == name for edit in self.conversions):
             return f"the result of {name} is sharded on its tokens"
         if name in self.whole:
             return f"{name} is whole: {self.whole[name]}"
@@ -232,14 +250,14 @@ class Plan:
         return differences
 
     def _tokens_text(self) -> str:
-        names: dict[str, dict[str, None]] = {}
+        names: dict[tuple[Type, Type], dict[str, None]] = {}
         for edit in self.tokens:
-            names.setdefault(edit.kind, {})[_folded(edit.module) or "the model"] = None
+            names.setdefault(edit.types, {})[_folded(edit.module) or "the model"] = None
         what = {
-            "reduce_scatter": "reduce-scatter after", "scatter": "slice at", "all_gather": "all-gather at",
-            "gather": "all-gather for replicated work at",
+            (P, S): "reduce-scatter after", (I, S): "slice at", (S, R): "all-gather at",
+            (S, I): "all-gather for replicated work at",
         }  # fmt: skip
-        texts = [f"{text} {', '.join(names[kind])}" for kind, text in what.items() if kind in names]
+        texts = [f"{text} {', '.join(names[types])}" for types, text in what.items() if types in names]
         return "sequence parallel: " + ("; ".join(texts) or "nothing")
 
     def draw(self, path: str | Path, module: str | None = None) -> None:

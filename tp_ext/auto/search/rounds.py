@@ -12,7 +12,7 @@ from torch import nn
 
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.dims import Atom, atoms, contains, length
-from tp_ext.auto.record.edits import Copy, Draw, Output
+from tp_ext.auto.record.edits import Conversion, Draw, Output
 from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
 from tp_ext.auto.record.record import Record, tensors
@@ -197,7 +197,7 @@ class Planner:
         tokens: TokenFlow | None = None,
     ) -> Finder:
         """Places the collectives of these decisions. A sum that a call of its module must not make goes elsewhere."""
-        banned: frozenset[Copy] = frozenset()
+        banned: frozenset[Conversion] = frozenset()
         while True:
             finder = Finder(self.record, decisions, roles, heads, cut, tokens, banned)
             finder.find()
@@ -390,6 +390,8 @@ class Planner:
     # ------------------------------------------------------------ the result
 
     def finished(self, state: State) -> Plan:
+        flow = state.flow
+        edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers]
         self.together = [list(decision.parameters) for decision in state.decisions]
         self.local = state.local.get(0)
         names = [name for name, _ in self.record.parameters.values()]
@@ -399,11 +401,8 @@ class Planner:
             tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
             roles=state.roles,
             heads=state.heads,
-            buffers=state.flow.buffers,
-            copies=state.flow.copies,
-            sums=state.flow.sums,
-            slices=state.flow.slices,
-            gathers=state.flow.gathers,
+            buffers=flow.buffers,
+            conversions=edits + (state.tokens.edits if state.tokens else []),
             refused_inputs=state.flow.refused_inputs,
             draws=self.draws(state),
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
@@ -417,7 +416,6 @@ class Planner:
             proofs=state.proofs,
             bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
             outputs=self.outputs(state),
-            tokens=state.tokens.edits if state.tokens else [],
             whole_tokens=state.whole_tokens,
             direct=self.record.direct,
         )

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
-from tp_ext.auto.record.edits import Factor, Slice
+from tp_ext.auto.record.edits import Conversion, Factor
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries, constant_atoms
 from tp_ext.auto.search.reasons import Problem
+from tp_ext.conversions import I, S
 from tp_ext.sharding import Sharding
 
 VIEWS = {
@@ -91,9 +92,9 @@ class Constants:
             return
         call, path = entered
         for dim, factor in self.factors(source):
-            found_slice = Slice(call.module, path, dim, factor)
-            if found_slice not in self.flow.slices:
-                self.flow.slices.append(found_slice)
+            edit = Conversion(call.module, "argument", path, I, S, dim, factor)
+            if edit not in self.flow.slices:
+                self.flow.slices.append(edit)
         # Views that are made inside of the module are views of the slice
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
 

@@ -12,6 +12,7 @@ from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record, Step
 from tp_ext.auto.search.flow import PARTIAL, Finder
 from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
+from tp_ext.conversions import I, R, Type
 
 RANDOM = {
     "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
@@ -279,7 +280,7 @@ class _TokenSearch:
                 return self.ban(r, why if USED_WHOLE in why else f"{USED_WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
             if call is not None and all(draw.index >= call.last for draw in draws):
-                self.gathers.append(TokenGather(r, _kind(self.types(r, whole, is_output)), call, True))
+                self.gathers.append(TokenGather(r, _whole(self.types(r, whole, is_output)), call, True))
                 return True
         # A gather makes a copy: what is written to one does not reach the others
         if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
@@ -292,12 +293,12 @@ class _TokenSearch:
                 why = self.why.get(whole[0], "")
                 return self.ban(r, why if NO_GATHER in why else why + NO_GATHER)
             inside = [place for place in places if call.start <= place < call.stop]
-            gathers.append(TokenGather(r, _kind(self.types(r, inside)), call))
+            gathers.append(TokenGather(r, _whole(self.types(r, inside)), call))
             whole = [place for place in whole if place not in inside]
         if is_output:
             if not self.entered(r, END):
                 return self.ban(r, "the model returns it after other tokens have been sharded")
-            gathers.append(TokenGather(r, "gather"))
+            gathers.append(TokenGather(r, I))
         self.gathers += gathers
         return True
 
@@ -360,6 +361,6 @@ class _TokenSearch:
         return not alone
 
 
-def _kind(types: set[str]) -> str:
+def _whole(types: set[str]) -> Type:
     # A partial gradient is summed and sliced in one collective. A complete gradient is only sliced: each rank has it
-    return "all_gather" if types == {PARTIAL} else "gather"
+    return R if types == {PARTIAL} else I

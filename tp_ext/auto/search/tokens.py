@@ -16,10 +16,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom
-from tp_ext.auto.record.edits import LeafPath, Output, Tokens
+from tp_ext.auto.record.edits import Conversion, LeafPath, Output
 from tp_ext.auto.record.record import ModuleCall, Record, tensors
 from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.reasons import Problem
+from tp_ext.conversions import I, P, S, Type
 from tp_ext.sharding import split_sizes
 
 END = sys.maxsize
@@ -74,7 +75,7 @@ class TokenGather:
     """The place where a tensor is whole again: in ``call``, or with ``after`` from its end on; None: in the caller."""
 
     range: Range
-    kind: str
+    whole: Type
     call: ModuleCall | None = None
     after: bool = False
 
@@ -131,7 +132,7 @@ class TokenFlow:
             self.gathers.setdefault(id(gather.range.tensor), []).append(gather)
         self.entries = entries(ranges)
         self.sources = {r.origin.source for ranges in self.ranges.values() for r in ranges if r.origin.source}
-        self.edits: list[Tokens] = []
+        self.edits: list[Conversion] = []
         self._outputs = list(tensors(record.output))
         self._calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
@@ -162,9 +163,10 @@ class TokenFlow:
         """Returns whether the tokens that were sharded last before an operator are these."""
         return latest(self.entries, place) is atom
 
-    def _put(self, tokens: Tokens) -> None:
-        if tokens not in self.edits:
-            self.edits.append(tokens)
+    def _put(self, module: str, at: str, path: LeafPath, before: Type, after: Type, dim: int) -> None:
+        edit = Conversion(module, at, path, before, after, dim, tokens=True)
+        if edit not in self.edits:
+            self.edits.append(edit)
 
     def _make_edits(self, record: Record, source_paths: Mapping[str, list[LeafPath]]) -> None:
         for ranges in self.ranges.values():
@@ -173,10 +175,10 @@ class TokenFlow:
                 if r.origin.source:
                     assert r.entered is not None
                     for path in source_paths[r.origin.source]:
-                        self._put(Tokens("reduce_scatter", r.origin.source, "output", path, r.dim))
+                        self._put(r.origin.source, "output", path, P, S, r.dim)
                 elif r.origin.scatter is not None:
                     module, at, path = r.origin.scatter
-                    self._put(Tokens("scatter", module, at, path, r.dim))
+                    self._put(module, at, path, I, S, r.dim)
         # A tensor may be in several places of an argument or output: each is gathered
         for gathers in self.gathers.values():
             for gather in gathers:
@@ -187,7 +189,7 @@ class TokenFlow:
                 for path, tensor in leaves:
                     if tensor is r.tensor:
                         name = "" if call is None else call.module
-                        self._put(Tokens(gather.kind, name, at, path, r.dim))
+                        self._put(name, at, path, S, gather.whole, r.dim)
         # A recomputation in backward needs the full length of an argument that stays sharded
         kept: dict[tuple[str, LeafPath], list[int | None]] = {}
         for call in record.calls:
@@ -198,7 +200,7 @@ class TokenFlow:
                 # An argument that is whole in some calls: a recomputation could not say which call it repeats
                 dim, *others = set(kept[call.module, path])
                 if dim is not None and not others and call.module:
-                    self._put(Tokens("keep", call.module, "argument", path, dim))
+                    self._put(call.module, "argument", path, S, S, dim)
 
     def _dim_in(self, tensor: Tensor, call: ModuleCall) -> int | None:
         """The dim on which an argument of a call is sharded."""
@@ -223,7 +225,7 @@ class TokenFlow:
         local[token_range.dim] = local_length(label, {token_range.atom: split_sizes(token_range.atom.size, p)[0]})
         return replace(output, local=tuple(local), state="sharded")
 
-    def calls(self) -> Iterator[tuple[Tokens, Tensor]]:
+    def calls(self) -> Iterator[tuple[Conversion, Tensor]]:
         """The boundaries, once for each call of their modules, with the tensor there."""
         for edit in self.edits:
             if not edit.module:

@@ -1,6 +1,7 @@
 """Values of dataclasses from the plain data that JSON holds of them, by the types of their fields."""
 
 import dataclasses
+import enum
 import reprlib
 import types
 import typing
@@ -11,7 +12,7 @@ from tp_ext._checks import is_finite
 
 
 def value_of(kind: Any, read: Any, where: str) -> Any:
-    """Returns the value of a type: of a dataclass, plain values, and lists, tuples, dicts and unions of such.
+    """Returns the value of a type: of a dataclass, an enum, plain values, and lists, tuples, dicts and unions of such.
 
     JSON has lists in place of tuples; else the types must be the same, and dataclasses have all fields without a
     default and no others.
@@ -32,6 +33,10 @@ def value_of(kind: Any, read: Any, where: str) -> Any:
         return {key: value_of(inner[1], value, f"{where}[{reprlib.repr(key)}]") for key, value in read.items()}
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _dataclass(kind, read, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if read not in (names := [member.value for member in kind]):
+            _refuse(read, f"one of {', '.join(map(repr, names))}", where)
+        return kind(read)
     fits = type(read) is kind or (kind is float and type(read) is int)
     if not fits or (isinstance(read, int | float) and not is_finite(read)):
         _refuse(read, {int: "an integer", float: "a finite number", str: "a string"}.get(kind, kind.__name__), where)
