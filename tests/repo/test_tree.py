@@ -403,9 +403,15 @@ def test_published_bugs_are_listed():
     assert found == listed and all(found.values()) and len(found) >= 15
 
 
+# Files of up to 600 lines, with the one thing that they are: cut in two, both parts would need the other
+WHOLE = {
+    "tp_ext/auto/search/flow.py": "a class",
+}
+
+
 def test_files_are_short():
     long = {path(file): lines for file in PACKAGE + TESTS if (lines := len(file.read_text().splitlines())) > 450}
-    assert not long
+    assert long.keys() == WHOLE.keys() and max(long.values()) <= 600, long
 
 
 # Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for

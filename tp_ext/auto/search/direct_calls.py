@@ -17,8 +17,7 @@ from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gather, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
-from tp_ext.auto.search.flow import Finder
-from tp_ext.auto.search.gradient_types import COMPLETE, PARTIAL
+from tp_ext.auto.search.flow import COMPLETE, PARTIAL, Finder
 from tp_ext.auto.search.tokens import TokenGather
 from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding

@@ -19,7 +19,6 @@ from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Conversion, LeafPath, gather
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
-from tp_ext.auto.search.gradient_types import COMPLETED, NOTHING, PARTIAL, SHARDS, SUMMED, Types, movable_sums
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import VIEWS, Constants
@@ -27,6 +26,12 @@ from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, R
 from tp_ext.sharding import Sharding
 
+COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
+SHARDS = "of shards"  # partial while tokens are sharded, else complete
+Types = frozenset[str]
+NOTHING: Types = frozenset()
+COMPLETED: Types = frozenset({COMPLETE})
+SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
 SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
 
 
@@ -273,7 +278,7 @@ class Finder:
             self.problem(maker.module, text, tensor, places)
             return COMPLETED
         if not only_partial:
-            self.moved |= movable_sums(self, id_, rest[0][0])
+            self.moved |= self.movable_sums(id_, rest[0][0])
             uses = f"is used by sharded ({user.name}, {user.line}) and by replicated work"
             text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
             self.problem(maker.module or user.module, text, tensor, places)
@@ -291,6 +296,39 @@ class Finder:
             text = f"the gradient of gathered tokens of {maker.reason} stays partial in {user.reason}"
             self.flow.problems.append(Problem(maker.module, text, (maker.place,)))
         return types
+
+    def movable_sums(self, id_: int, at: int) -> set[Conversion]:
+        """Returns the sums without which all uses of a tensor, or all in a module that takes it as an argument, have
+        partial gradients, as the use ``at`` has: one sum serves them all."""
+        # An adapter of low rank uses x and its dropout. A sum at the dropout's output would complete some uses alone
+        calls = [call for call, _ in self.calls_with.get(id_, ()) if call.start <= at < call.stop]
+        # All uses first: one sum communicates less than a sum in each module that takes the tensor
+        for start, stop in [(0, sys.maxsize), *((call.start, call.stop) for call in calls)]:
+            complete = [place for place, types in self.used[id_] if COMPLETE in types and start <= place < stop]
+            if copies := self.completing(complete):
+                return copies
+        return set()
+
+    def completing(self, places: list[int]) -> set[Conversion]:
+        """Returns the sums at outputs of modules that complete the gradients of the operators' inputs; none if one of
+        these is complete without a sum."""
+        copies: set[Conversion] = set()
+        seen: set[int] = set()
+        while places:
+            step = self.record.steps[places.pop()]
+            results = {id(tensor) for tensor in step.outputs}
+            # Its gradient is complete without any sum, so that a ban of sums would not make it partial
+            if step.is_loss or results & self.outputs:
+                return set()
+            for id_ in (results & self.used.keys()) - seen:
+                seen.add(id_)
+                summed = [copy for copy in self.summed.get((id_, 0, sys.maxsize), ()) if copy.at == "output"]
+                # No sum at an output has given this gradient its type, so that a ban of sums would not change it
+                if not summed and self.type_now(self.by_id[id_]) != COMPLETED:
+                    return set()
+                copies.update(summed)
+                places += [] if summed else [place for place, _ in self.used[id_]]
+        return copies
 
     def are_known(self, tensor: Tensor, places: list[int]) -> bool:
         """True if the tokens that the uses of a tensor have sharded are known where a boundary begins."""

@@ -20,12 +20,11 @@ from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import DirectCall
 from tp_ext.auto.record.record import MEMORY_VIEWS, Step
 from tp_ext.auto.search.choose import carries
-from tp_ext.auto.search.gradient_types import PARTIAL
+from tp_ext.auto.search.flow import PARTIAL, Finder
 from tp_ext.auto.search.localize import is_conv1d
 from tp_ext.conversions import I, S
 
 if TYPE_CHECKING:
-    from tp_ext.auto.search.flow import Finder
     from tp_ext.auto.search.plans import Plan
 
 MOVING = MEMORY_VIEWS | {
