@@ -137,7 +137,7 @@ INVARIANCE_BUGS = [
     ),
     _bug(
         "sharded_norm",
-        "tp_ext/parallel/block_norm.py",
+        "tp_ext/parallel/grad_norm.py",
         "grad = grad.full_tensor()",
         "grad = grad.to_local()",
         "The norm counts this rank's shards of FSDP2 alone.",

@@ -15,14 +15,16 @@ from torch.distributed.tensor import DTensor
 from tp_ext import _ops
 from tp_ext._build import load
 from tp_ext.group import NOT_GIVEN, Group, global_ranks, group_name, layer_group, parallel_group
+from tp_ext.invariance import one_thread
 from tp_ext.mesh import MeshAxes, mesh_axes
 from tp_ext.model.census import census, warn_unneeded_group
 from tp_ext.model.model_groups import ModelGroups, axes_of_groups
 from tp_ext.model.stages import Stages
-from tp_ext.parallel.block_norm import GradientRow, norm_in_blocks
-from tp_ext.parallel.nonzero_gradients import nonzero_gradients
 from tp_ext.sharding import Layout
 
+# A parameter, its layout, and the terms of its gradient: .grad, main_grad, or both, for a weight tied to another
+# layer's. There may be thousands: hence plain tuples, and loops without calls.
+GradientRow = tuple[Tensor, Layout, list[Tensor]]
 Given = Stages | Iterable[Tensor] | Tensor
 Groups = Group | Sequence[Group]
 
@@ -206,13 +208,13 @@ def _norm(
             by_ranks = _axes(of_param.get_all_groups()) | by_ranks
         others = [name for ranks, name in _axes(_listed(extra_groups)).items() if ranks not in by_ranks]
         device = _device([param for param, _, _ in table[:1]])
-        return nonzero_gradients(table, skipped, [by_ranks[ranks] for ranks in sorted(by_ranks)], others, device)
+        return _nonzero_gradients(table, skipped, [by_ranks[ranks] for ranks in sorted(by_ranks)], others, device)
     blocks = next((layout.blocks for _, layout, _ in table if layout.blocks), 0)
     if blocks and not math.isinf(norm_type):  # the order of a maximum does not matter
         summed, extra = (
             _axes(names).values() for names in ([axis.name for axis in groups.axes], _listed(extra_groups))
         )
-        return norm_in_blocks(table, norm_type, groups, skipped, blocks, summed, extra)
+        return _norm_in_blocks(table, norm_type, groups, skipped, blocks, summed, extra)
     tp = _axes([axis.name for axis in groups.axes])
     # By ranks: an axis that is listed although layouts name it must not be summed twice
     last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
@@ -258,6 +260,107 @@ def _norm(
         total = _over(axis, total, norm_type)
     if norm_type < 0 and not any(terms for _, _, terms in table):
         return torch.zeros_like(total)  # as torch without gradients
+    return total
+
+
+# [Note: one tree of blocks]
+def _norm_in_blocks(
+    table: Sequence[GradientRow],
+    norm_type: float,
+    groups: ModelGroups,
+    skipped: set[int],
+    blocks: int,
+    axes: Iterable[str],
+    extra_axes: Iterable[str],
+) -> Tensor:
+    """Returns the fp64 norm of a model built in :func:`tp_ext.tp_invariant`. Powers are summed for each parameter and
+    block, and these sums in one order, whatever the number of ranks.
+
+    Args:
+        table: the parameters, the same on all ranks. norm_type: its order, finite. groups: of the model.
+        skipped: ids of parameters not to count.
+        blocks: of the model. axes: the groups of its layouts. extra_axes: groups of ranks with other parameters.
+
+    Communicates: one all-reduce of ``8 blocks`` bytes per parameter over each axis; an all-gather of each gradient that
+    FSDP2 shards.
+    """
+    leaves = torch.zeros(len(table), blocks, dtype=torch.float64, device=table[0][0].device)
+
+    def power(part: Tensor) -> Tensor:
+        if norm_type == 2:
+            return _ops.multi_tensor_squared_norm([part.contiguous()])
+        with one_thread():  # the order of torch's sum depends on the threads
+            return part.contiguous().double().abs().pow(norm_type).sum()
+
+    for row, (param, layout, terms) in zip(leaves, table, strict=True):
+        if not terms or id(param) in skipped:
+            continue
+        grad = sum(terms[1:], terms[0])
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()  # the shards of FSDP2 are no blocks: squares of a block may lie on two ranks
+        if not layout:
+            # All ranks have it: one counts it
+            if groups.first:
+                row[0] = power(grad)
+        elif groups.counts(layout, grad):
+            sharding, (_, p, rank) = next((entry for entry in layout if entry[0].blocks), layout[0])
+            if not sharding.blocks or any(group.size > 1 and other is not sharding for other, group in layout):
+                # Of a cut without blocks, or over two groups: right, but the order of its sum is that of the cut
+                row[0] = sum(map(power, layout.owned(grad)), row[0])
+                continue
+            flat = iter(sharding.segments(rank, p))
+            for block, start, length in zip(flat, flat, flat, strict=True):
+                # Below 0: copies of KV heads that another rank counts
+                if block >= 0 and length:
+                    row[block] += power(grad.narrow(sharding.dim, start, length))
+    # Each number is not zero on one rank at most: the order of these sums does not matter
+    for axis in axes:
+        leaves = _ops.reduce_from_region(leaves, axis)
+    total = _ops.column_sums(leaves.reshape(-1, 1), [1])[0]
+    for axis in extra_axes:
+        total = _ops.reduce_from_region(total, axis)
+    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+
+
+def _nonzero_gradients(
+    table: Sequence[GradientRow],
+    skipped: set[int],
+    axes: Sequence[str],
+    extra_axes: Iterable[str],
+    device: torch.device,
+) -> Tensor:
+    """Returns torch's norm of order 0, of the norms of all gradients: the number of gradients that are not zero.
+
+    Args:
+        table: the parameters, the same on all ranks.
+        skipped: ids of parameters not to count.
+        axes: the groups whose ranks have the rows. extra_axes: groups of ranks with other parameters.
+
+    Communicates: an all-gather of two numbers, and an all-reduce of 8 bytes per row, over each group.
+
+    Raises:
+        ValueError: the tables have other lengths, on all ranks.
+    """
+    number = torch.tensor([[len(table), -len(table)]], dtype=torch.float64, device=device)
+    for axis in axes:
+        number = _ops.all_gather_region(number, axis, 0, None).amax(0, keepdim=True)
+    most, least = number.abs()[0].tolist()
+    if most != least:
+        raise ValueError(
+            f"norm_type: with 0 the gradients that are not zero are counted one by one, so every rank must list all of "
+            f"them, and lists {least:g} to {most:g}; list empty shards, too"
+        )
+    counts = torch.zeros(len(table), dtype=torch.float64, device=device)
+    for index, (param, layout, terms) in enumerate(table):
+        if terms and id(param) not in skipped:
+            grad = sum(terms[1:], terms[0])
+            parts = [grad.to_local()] if isinstance(grad, DTensor) else layout.owned(grad) if layout else [grad]
+            counts[index] = sum(part.count_nonzero() for part in parts)
+    for axis in axes:  # what several ranks count is not zero all the same
+        counts = _ops.reduce_from_region(counts, axis)
+    total = counts.count_nonzero().to(torch.float64)
+    for axis in extra_axes:
+        total = _ops.reduce_from_region(total, axis)
     return total
 
 
