@@ -303,8 +303,6 @@ def test_experts_have_types(shape, sp, options, result, loss):
 
 
 def test_every_operator_that_communicates_has_a_rule():
-    importlib.import_module("tp_ext.debug.expert_type_rules")
-    importlib.import_module("tp_ext.debug.float8_type_rules")
     rules = importlib.import_module("tp_ext.debug.type_rules").RULES
     groups = {"group", "weight_group", "rows", "columns"}
     operators = {name: inspect.signature(function) for name, function in declarations.items() if name[0] != "_"}

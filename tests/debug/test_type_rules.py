@@ -21,8 +21,6 @@ from tp_ext.group import group_name
 
 pytest.importorskip("spmd_types")
 rulecheck = importlib.import_module("spmd_types.rulecheck")
-importlib.import_module("tp_ext.debug.expert_type_rules")
-importlib.import_module("tp_ext.debug.float8_type_rules")
 RULES = importlib.import_module("tp_ext.debug.type_rules").RULES
 spmd = importlib.import_module("spmd_types")
 I, R, P, S = spmd.I, spmd.R, spmd.P, spmd.S  # noqa: E741

@@ -135,8 +135,7 @@ class _Rules(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._spmd = _spmd_types()
-        importlib.import_module("tp_ext.debug.float8_type_rules")
-        self._functions = importlib.import_module("tp_ext.debug.expert_type_rules").FUNCTIONS
+        self._functions = importlib.import_module("tp_ext.debug.type_rules").FUNCTIONS
         self._typed = _typed_operators()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -22,6 +22,8 @@ from tp_ext.conversions import CONVERSIONS, Type
 from tp_ext.group import parallel_group, process_group
 from tp_ext.invariance import blocks_of_rank
 from tp_ext.model.same_input import check_same_input
+from tp_ext.nn.moe.experts import AddedOnce, ScaledGradient
+from tp_ext.nn.moe.router import AttachedLoss, SumWithGradient
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import rows_seed, sequence_seeds
 
@@ -281,6 +283,30 @@ def matmul_2d(*, a: Tensor, b: Tensor, rows: str, columns: str) -> Typed:
     return rules.einsum("...mk,kn->...mn", *alike(a, b))
 
 
+# Linears of 8-bit floating point
+
+
+@rule
+def float8_column_linear(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool, sum_input_grad: bool
+) -> Typed:
+    if sum_input_grad:
+        return column_type(x, weight, bias, group, "tokens" if sequence_parallel else "replicated")
+    return biased(rules.einsum("...k,nk->...n", *alike(x, sharded(weight, group, 0))), bias)
+
+
+@rule
+def float8_row_linear(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_parallel: bool, sum_bias_grad: bool
+) -> Typed:
+    return row_type(x, weight, bias, group, "tokens" if sequence_parallel else "replicated", sum_bias_grad)
+
+
+@rule
+def float8_grouped_linear(*, x: Tensor, weight: Tensor) -> Typed:
+    return rules.einsum("ek,enk->en", *alike(x, weight))
+
+
 # Attention
 
 
@@ -421,6 +447,72 @@ def linear_cross_entropy(
     rows = summed(partial(rows, group), group)
     return [rows if reduction == "none" else rules.einsum("...->", rows), rows]
 
+
+# A mixture of experts. Along the expert group tokens, rows of experts and experts are V. The rows of a rank are those
+# of its experts, so both have one letter in the formulas here
+
+
+@rule
+def all_to_all_linear(
+    *, rows: Tensor, group: str, x: Tensor, weight: Tensor, main_grad: Tensor | None
+) -> tuple[Typed, Typed]:
+    ignored(main_grad)
+    return exchanged(rows, group, 0, 0), rules.einsum("...k,nk->...n", *alike(x, weight))
+
+
+@rule
+def grouped_linear(*, x: Tensor, weight: Tensor, main_grad: Tensor | None) -> Typed:
+    ignored(main_grad)
+    return rules.einsum("ek,enk->en", *alike(x, weight))
+
+
+def _permuted(x: Typed, rows: Typed, weights: Tensor | None) -> Typed:
+    for axis, held in spmd_types.get_local_type(rows).items():
+        if held is I:  # integers have no gradient
+            rows = rules.convert(rows, axis, src=I, dst=R)
+    if weights is None:
+        return rules.einsum("th,tc->th", *alike(x, rows), linear_in=(0,))
+    return rules.einsum("th,tc,tc->th", *alike(x, rows, weights), linear_in=(0,))
+
+
+@rule
+def moe_permute(*, x: Tensor, rows: Tensor, weights: Tensor | None) -> Typed:
+    return _permuted(x, rows, weights)
+
+
+@rule
+def moe_unpermute(*, y: Tensor, rows: Tensor, weights: Tensor | None) -> Typed:
+    return _permuted(y, rows, weights)
+
+
+def _added_once(*, y: Tensor, added: Tensor) -> Typed:
+    ignored(added)  # the same on all ranks, and its gradient; y are partial sums
+    return rules.einsum("...->...", y)
+
+
+def _sum_with_gradient(*, value: Tensor, terms: Tensor, group: str) -> Typed:
+    ignored(value)  # the sum of the terms of the ranks
+    return summed(terms, group)
+
+
+def _attached_loss(*, x: Tensor, loss: Tensor) -> Typed:
+    ignored(loss)
+    return rules.einsum("...->...", x)
+
+
+def _scaled_gradient(*, x: Tensor) -> Typed:
+    return rules.einsum("...->...", x)
+
+
+FUNCTIONS: dict[Any, Any] = {
+    AddedOnce: _added_once,
+    SumWithGradient: _sum_with_gradient,
+    AttachedLoss: _attached_loss,
+    ScaledGradient: _scaled_gradient,
+}
+"""Autograd functions of Python, and their rules."""
+for _function, _types in FUNCTIONS.items():
+    _function.spmd_typecheck = staticmethod(_types)
 
 # Seeds of masks and comparisons, on which no value of the program depends but through a rule
 _own_numbers = (OwnRandomNumbers.__init__, OwnRandomNumbers.__enter__, OwnRandomNumbers.__exit__)
