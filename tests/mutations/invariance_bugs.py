@@ -38,7 +38,7 @@ INVARIANCE_BUGS = [
     ),
     _bug(
         "kv_heads",
-        "tp_ext/nn/attention/kv_blocks.py",
+        "tp_ext/nn/attention/self_attention.py",
         "        if self.within_blocks:",
         "        if self.within_blocks or not self.group:",
         "Where ranks share no KV head, its gradient is the sum over the query heads of the rank.",

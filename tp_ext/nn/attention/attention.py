@@ -12,10 +12,9 @@ from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group, parallel_group
 from tp_ext.invariance import check_rows_of_cache, refuse_in_blocks
 from tp_ext.nn.attention.context_attention import AttentionOptions, check_context, check_layout, context_attention
-from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import KVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
-from tp_ext.nn.attention.self_attention import SelfAttention
+from tp_ext.nn.attention.self_attention import KVHeadsInBlocks, SelfAttention
 from tp_ext.nn.float8 import Float8
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
 from tp_ext.nn.norm import LayerNorm, RMSNorm

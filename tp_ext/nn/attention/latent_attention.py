@@ -15,11 +15,10 @@ from tp_ext import _ops
 from tp_ext._checks import check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import check_rows_of_cache, refuse_in_blocks
-from tp_ext.nn.attention.kv_blocks import KVHeadsInBlocks
 from tp_ext.nn.attention.kv_cache import LatentKVCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
-from tp_ext.nn.attention.self_attention import SelfAttention
+from tp_ext.nn.attention.self_attention import KVHeadsInBlocks, SelfAttention
 from tp_ext.nn.float8 import Float8
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
 from tp_ext.nn.norm import LayerNorm, RMSNorm
