@@ -121,8 +121,8 @@ def _slots_of(cls: type) -> list[str]:
 
 
 def _is_empty(value: Any) -> bool:
-    """Returns whether a value of which nothing is seen holds nothing, as an empty list or an object of a class in
-    Python; one in C, as an iterator, may."""
+    """Returns whether a value in which nothing is seen is empty, as an empty list or an object of a class in Python. An
+    object in C, as an iterator, may hold something."""
     if isinstance(value, Mapping | list | tuple | deque | set | frozenset):
         return True
     known = type(value) in _pytree.SUPPORTED_NODES or hasattr(value, "__dict__") or type(value) is object
@@ -130,7 +130,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def strided_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the strided tensors of which a tensor consists: itself, or those of a sparse, nested or quantized one."""
+    """Yields the strided tensors inside a tensor: itself, or the parts of a sparse, nested or quantized one."""
     if tensor.is_nested:
         yield from ((f"{name}[{k}]", part) for k, part in enumerate(tensor.unbind()))
     elif tensor.layout == torch.sparse_coo:

@@ -1,4 +1,4 @@
-"""Imports that come later than that of tp_ext, so that it costs little."""
+"""Imports that are delayed, so that importing tp_ext costs little."""
 
 import functools
 import importlib

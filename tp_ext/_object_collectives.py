@@ -179,7 +179,7 @@ def _is_single_process(process_group: ProcessGroup | None) -> bool:
 
 
 def is_alive(process_group: ProcessGroup | None) -> bool:
-    """Returns False for a group that was destroyed; None stands for that of a process without
+    """Returns False for a group that was destroyed. None stands for the group of a process without
     ``torch.distributed``."""
     alone = not dist.is_initialized()
     if process_group is None or alone:

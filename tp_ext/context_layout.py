@@ -17,7 +17,7 @@ class ContextLayout:
 
     Each sequence is cut by itself, into 2 p chunks of equal length: rank r holds chunks r and 2 p - 1 - r, so that
     under a causal mask all ranks have equally much to do. The tokens that remain go, one each, to the ranks with the
-    fewest tokens so far. A rank's tokens are those of sequence 0, 1, ..; those of a sequence are in its order. Every
+    fewest tokens so far. A rank's tokens are ordered by sequence, and within a sequence by position. Every
     rank computes the whole layout from the same arguments; nothing is communicated.
 
     Args:
@@ -99,8 +99,8 @@ class ContextLayout:
         """Puts the ranks' tokens together again, in the order of the sequences, for replicated work.
 
         Args:
-            x: this rank's tokens. Its ``dim`` is 0 for those of all sequences; with ``batch`` another ``dim`` is for
-                those of one sequence, as in ``[batch, seq_local, ..]`` with dim 1.
+            x: this rank's tokens. ``dim`` 0 has the tokens of all sequences; with ``batch`` another ``dim`` has one
+                sequence, as in ``[batch, seq_local, ..]`` with dim 1.
 
         Communicates: forward, one all-gather; dx is this rank's slice of dy. Conjugate: :meth:`shard`.
 

@@ -1,4 +1,4 @@
-"""Conversion of weights between Megatron-core's layouts and ours, which are those of the unsharded model. It takes and
+"""Conversion of weights between Megatron-core's layouts and the unsharded model's, which are ours. It takes and
 returns full tensors: concatenate Megatron's shards first (``torch.cat`` along dim 0 for columns, 1 for rows), and pass
 the result to :func:`tp_ext.load_full_state_dict`. Biases and optimizer states of a weight convert like the weight.
 

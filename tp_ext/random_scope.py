@@ -198,8 +198,8 @@ def is_entered() -> bool:
 
 
 def take_over_seed(seed: int | None) -> int | None:
-    """Makes the seed of the job that of another rank; in a scope, which is one of that seed then, returns the seed of
-    its generators."""
+    """Takes over another rank's seed of the job. In a scope, which then has that seed, returns the seed of its
+    generators."""
     entered = _scopes.get(torch.default_generator.initial_seed())
     if seed is not None and seed != base.seed:
         base.seed = seed

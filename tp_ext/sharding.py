@@ -288,7 +288,7 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
         return shape
 
     def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
-        """Returns the shape of the full tensor, from that of any rank's local one."""
+        """Returns the shape of the full tensor from any rank's local shape."""
         shape = list(local_shape)
         for sharding, _ in reversed(self):
             shape[sharding.dim] = sharding.size

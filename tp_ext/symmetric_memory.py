@@ -177,7 +177,7 @@ def _why_not_connected(reports: list[_RankReport]) -> str | None:
 
 
 def _exchange(tp: ParallelGroup, max_bytes: int, buffer: int) -> str | None:
-    """Allocates the buffer and maps those of the other ranks; returns why that failed. C++ finds it by its number."""
+    """Allocates the buffer and maps the other ranks' buffers; returns why that failed. C++ finds it by its number."""
     name, device = tp.torch_name, torch.device("cuda", torch.cuda.current_device())
     try:
         memory = _SymmetricMemory.empty_strided_p2p(

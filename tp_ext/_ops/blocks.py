@@ -64,8 +64,8 @@ def block_copies(x: Tensor, group: str, blocks: int) -> list[Tensor]:
 
 @operator
 def block_sum(nodes: Tensor, group: str, blocks: int, scatter: bool = False) -> Tensor:
-    """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes, of which each has
-    the gradient dy.
+    """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes. Each node has the
+    gradient dy.
 
     Args:
         nodes: ``[nodes, ..]``: the nodes that are complete on this rank, in their order.

@@ -30,7 +30,7 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns y = :func:`rms_norm` of sum, and sum = residual + the sum of x over the ranks.
 
-    Its bits are those of :func:`reduce_from_region` and then :func:`rms_norm_residual`, of which it is composed where
+    Gives the bits of :func:`reduce_from_region` and then :func:`rms_norm_residual`, and is composed of these where
     gradients are recorded. C++: csrc/autograd/all_reduce_rms_norm.cpp.
 
     Communicates: forward, one all-reduce of x.

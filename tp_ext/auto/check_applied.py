@@ -26,7 +26,7 @@ MAX_REPLICATED_SHARE = 0.1  # of the bytes of matrices, without a warning
 
 
 def whole_matrices(plan: Plan) -> str:
-    """A sentence on the share of the bytes of matrices that every rank holds, without those of hints; "" if small."""
+    """Returns a sentence on the share of the matrices' bytes that every rank holds, hints left out; "" if small."""
     sizes = {name: math.prod(plan.shapes[name]) * size for name, size in plan.bytes_of_element.items()}
     matrices = {name: size for name, size in sizes.items() if len(plan.shapes[name]) > 1}
     whole = [n for n in matrices if n not in plan.shardings and not plan.whole[n].startswith(WHOLE_BY_HINT)]

@@ -99,7 +99,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def _misfit(plan: Plan, model: nn.Module) -> str:
-    """Returns the difference between the parameters and those of the planned model, in a sentence."""
+    """Returns a sentence on how the parameters differ from the planned model's."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(t.shape) for name, t in parameters.items()}
     for name, shape in plan.shapes.items():
@@ -267,7 +267,7 @@ class _Applied:
         register_draws(self.model, self.plan.draws, self.group, None)
 
     def sums_own_input(self, copy: Conversion) -> bool:
-        """True if a copy is that of the input of one column layer alone, which sums dx under its own GEMM."""
+        """Returns whether a copy serves the input of one column layer alone, which sums dx under its own GEMM."""
         is_column = copy.at == "argument" and self.plan.roles.get(copy.module) == "column"
         return is_column and isinstance(self.model.get_submodule(copy.module), nn.Linear)
 

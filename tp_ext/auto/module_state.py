@@ -265,7 +265,7 @@ class StateWatch:
 
 
 class _Sized:
-    """A holder of which one name is watched, whose length does not matter."""
+    """A holder with one watched name; its length does not matter."""
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder

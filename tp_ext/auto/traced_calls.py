@@ -13,7 +13,7 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 
 
 class Unknown:
-    """An argument of which a trace has no value, such as a cache."""
+    """An argument without a value in a trace, such as a cache."""
 
 
 def value_of(variable: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A full tensor of which this rank holds some chunks, as torch.distributed.checkpoint sees it."""
+"""A full tensor, some chunks of it on this rank, as torch.distributed.checkpoint sees it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -256,7 +256,7 @@ def _whole_states(described: Mapping[str, Mapping[str, Any]], own: _Own, ranks: 
 
 
 def _merged_groups(stages: Sequence[Sequence[StateDict]]) -> list[StateDict]:
-    """Returns the parameter groups of the whole model from those of each stage."""
+    """Returns the parameter groups of the whole model from each stage's groups."""
     # Without a pipeline options may be anything that the optimizer takes
     if len(stages) == 1:
         return list(stages[0])
@@ -275,7 +275,7 @@ def _merged_groups(stages: Sequence[Sequence[StateDict]]) -> list[StateDict]:
 
 
 def _merged_names(stages: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """Returns the names in each parameter group of the whole model, from those of each stage."""
+    """Returns the names in each parameter group of the whole model, from each stage's names."""
     counts = [len(groups) for groups in stages]
     if len(set(counts)) > 1:
         raise ValueError(f"optimizer: the stages must have the same number of parameter groups, and have {counts}")

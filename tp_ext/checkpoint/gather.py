@@ -61,8 +61,8 @@ class Ranks(NamedTuple):
     def data_first(self, layout: Layout) -> bool:
         """Returns whether this rank is the first, over all data axes, of those that hold its shard of the layout.
 
-        A data axis may span a group of the layout, as that of a model spans the expert group: of it the first of the
-        groups are those of the axis's first rank."""
+        A data axis may span a group of the layout, as a model's axis spans the expert group. Then the groups of the
+        axis's first rank are the first ones."""
         groups = [set(group.ranks) for _, group in layout if group.size > 1]
         for axis in self.data_axes:
             members = dist.get_process_group_ranks(axis)

@@ -111,7 +111,7 @@ class HeldState:
         return tensor
 
     def load(self, states: Mapping[Tensor, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the state by that of ``states`` that this rank holds, and the options of each parameter group."""
+        """Replaces the state by this rank's part of ``states``, and the options of each parameter group."""
         params = [param for group in self.inner.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(params)}
         groups = [
@@ -145,8 +145,8 @@ def _options_of_classes() -> tuple[frozenset[str], ...]:
 
 @functools.cache
 def hyperparameters() -> frozenset[str]:
-    """Returns the options by which the classes of ``torch.optim`` differ: all but those that say how to compute, of
-    which each version of torch has others."""
+    """Returns the options that tell the classes of ``torch.optim`` apart. Options that say how to compute, which differ
+    between versions of torch, are left out."""
     return frozenset().union(*_options_of_classes())
 
 

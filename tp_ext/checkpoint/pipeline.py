@@ -60,7 +60,7 @@ def over_stages(value: T, ranks: Ranks) -> list[T]:
 def whole_entries(
     entries: Mapping[str, Entry], ranks: Ranks, *, with_extra: bool = False, unique: bool = False
 ) -> dict[str, WholeEntry]:
-    """Returns the entries of the whole model from those of each stage, the stages one after the other.
+    """Returns the entries of the whole model from each stage's entries, the stages one after the other.
 
     Communicates: one exchange over the pipeline, of names and shapes, and of extra state if ``with_extra``.
 

@@ -272,7 +272,7 @@ def _match_sources(
     ranks: Ranks,
     expert_names: str | None,
 ) -> dict[str, _StoredTensor]:
-    """Opens the sources and returns that of each entry, after checking names, shapes and tied entries."""
+    """Opens the sources, checks names, shapes and tied entries, and returns each entry's source."""
     sources: dict[str, _StoredTensor] = {}
 
     def unmatched() -> tuple[set[str], set[str]]:

@@ -28,7 +28,7 @@ FileEntries = list[tuple[str, WholeTensor]]
 
 
 def check_dtype(name: str, tensor: WholeTensor | None, value: Any) -> WholeTensor:
-    """Returns the tensor of an entry, of which ``value`` is the extra state if it has none."""
+    """Returns the tensor of an entry, or its extra state ``value`` if it has none."""
     if tensor is None:
         raise TypeError(f"module: {name!r} is {type(value).__name__} and must be a tensor to be written")
     if tensor.dtype not in DTYPES:

@@ -201,7 +201,7 @@ def _close(prefix: str) -> None:
 
 
 def _comparing(name: str) -> Callable[..., Any]:
-    """Returns the kernel that compares a call and passes it on to those of the backends."""
+    """Returns the kernel that compares a call and passes it on to the backends' kernels."""
     operator, overload = _OPERATORS[name], _ops.c10d_operator(name)
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -235,7 +235,7 @@ class _ComparedBlock:
         self._peers = set(stages) - {self._rank}
 
     def issue(self, operator: _Operator, args: tuple[Any, ...]) -> None:
-        """Compares a call with those of the other ranks of its group.
+        """Compares a call with the calls of the other ranks of its group.
 
         Raises:
             RuntimeError: see :func:`compare_collectives`.

@@ -138,7 +138,7 @@ def gradients(name: str, param: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def parameter_of(name: str) -> str:
-    """Returns the name of the parameter of a gradient; that of a parameter as it is."""
+    """Returns the name of a gradient's parameter; a parameter's name as it is."""
     return name.removesuffix(".grad").removesuffix(".main_grad")
 
 

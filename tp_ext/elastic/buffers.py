@@ -1,4 +1,4 @@
-"""Buffers of all replicas as the first one has them, as DDP's are those of its first rank."""
+"""Buffers of all replicas as the first one has them, as DDP takes its first rank's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

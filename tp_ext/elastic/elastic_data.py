@@ -165,8 +165,8 @@ class ElasticData:
         return StepContext(self._leave)
 
     def average(self, count: float | Tensor) -> None:
-        """Replaces the gradients by those of the mean loss over the tokens of all replicas that take part, and the
-        persistent buffers that were written since the last step by those of the first of them, as DDP does.
+        """Replaces the gradients by the gradients of the mean loss over the tokens of all replicas that take part.
+        Takes the persistent buffers that were written since the last step from the first of them, as DDP does.
 
         Args:
             count: the number of valid tokens over which this replica's loss is the mean, the same on all its ranks; 0
@@ -219,7 +219,7 @@ class ElasticData:
     # Views
 
     def _join(self, deadline: float) -> View:
-        """Enters the first view of which this replica is a member, and returns it or a later one."""
+        """Enters the first view that has this replica as a member, and returns it or a later one."""
         try:
             return self._enter(self._joining.view(self.step, self._least, deadline))
         except ValueError:
@@ -312,7 +312,7 @@ class ElasticData:
             few.abandon()
 
     def _following(self, view: View, propose: Callable[[View], View]) -> View:
-        """Returns the view after this one; of which this replica must be a member."""
+        """Returns the view after this one; this replica must be a member."""
         following = self._board.view(view.number + 1, lambda: propose(view))
         if self._id not in following.ids:
             self._joining.check()

@@ -205,7 +205,7 @@ def states_to_give(optimizer: Optimizer, schedulers: Sequence[Any]) -> tuple[lis
 
 
 def take_states(given: tuple[list[dict[str, Any]], list[Any]], optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
-    """Replaces the options of the parameter groups and the states of the schedulers by those of another replica."""
+    """Takes over the options of the parameter groups and the states of the schedulers from another replica."""
     options, states = given
     for group, values in zip(optimizer.param_groups, options, strict=True):
         for name, value in values.items():

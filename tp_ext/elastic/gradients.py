@@ -11,7 +11,7 @@ from tp_ext.parallel.gradient_sum import check_kinds, gradient_buckets, kinds_of
 
 
 class MeanGradients:
-    """The gradients of the mean loss over the tokens of all replicas, from those of each replica's own mean.
+    """The gradients of the mean loss over the tokens of all replicas, from the gradients of each replica's own mean.
 
     ``g = sum over replicas of (count_r / total) g_r``, ``total`` being the sum of the counts. The gradients themselves
     stay as they are until :meth:`install`: with fewer replicas they are summed again.

@@ -1,4 +1,4 @@
-"""The way of a replica to the first view of which it is a member."""
+"""The way of a replica to its first view."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Joining:
         self._replica: Replica | None = None
 
     def view(self, step: int, least: int, deadline: float) -> View:
-        """Waits for a view of which this replica is a member.
+        """Waits for a view with this replica as a member.
 
         Args:
             step: of the weights of this replica.

@@ -20,8 +20,8 @@ class Proposals:
         self._refused: set[str] = set()
 
     def note_move(self, view: View, replica: str, again: bool) -> None:
-        """Notes, before a new replica gets weights, of which step they are; ``again``: this rank has got some before,
-        so that its replica may have those of two others."""
+        """Records the step of the weights that a new replica receives. ``again``: this rank has received weights
+        before, so its replica may mix the weights of two senders."""
         self._board.first(f"given/{replica}", str(view.step))
         if again:
             self._board.first(f"mixed/{replica}", YES)
@@ -54,7 +54,7 @@ class Proposals:
                 self._board.first(f"unfit/{replica.id}", text)
 
     def running(self, view: View | None) -> Replica | None:
-        """Returns the first member of a view that is not gone, of which this replica may be none."""
+        """Returns the first member of a view that is not gone. This replica need not be a member."""
         gone = set() if view is None else self._pulse.gone(view.ids, view.members[0].ranks)
         return next((member for member in (view.members if view else ()) if member.id not in gone), None)
 

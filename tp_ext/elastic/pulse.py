@@ -11,7 +11,7 @@ LEFT = "left"
 
 
 class Pulse:
-    """The signs of life of this rank, and those of others as this rank sees them.
+    """The signs of life of this rank, and of others as this rank sees them.
 
     A thread changes a key of the store several times within ``silence``. A replica is gone if the key of one of its
     ranks has not changed for so long, or says that the rank has left.
@@ -41,7 +41,7 @@ class Pulse:
                 self._store.set(self._own, LEFT)
 
     def gone(self, replicas: Iterable[str], ranks: int | None = None) -> set[str]:
-        """Returns those of the replicas that are gone. It has to be called again and again: a first look cannot tell
+        """Returns which of the replicas are gone. It has to be called again and again: a first look cannot tell
         since when a rank is silent.
 
         Args:

@@ -95,7 +95,7 @@ def check_sharded_over_all(model: nn.Module) -> int:
 
 
 def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) -> None:
-    """Replaces the methods that would take another rank, other than those of ``data``, for another batch."""
+    """Replaces the methods that would give another batch to each rank, not only to each rank of ``data``."""
     cls = type(accelerator)
     # As in one process: each rank reads whole batches
     place: dict[str, Any] = {"num_processes": 1, "process_index": 0}

@@ -37,8 +37,8 @@ def class_of(path: Path, model_class: type[transformers.PreTrainedModel] | None)
 
 
 def check_config(config: transformers.PreTrainedConfig, path: Path, overrides: Mapping[str, Any]) -> None:
-    """Raises ValueError for values of a file, or of a part such as that of the text, by which transformers would read
-    weights in another way, or load code from a hub."""
+    """Raises ValueError for values of a file, or of a part such as the text model's, that make transformers read
+    weights in another way or load code from a hub."""
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     for part in parts:
         if any(getattr(part, name, None) is not None for name in ("quantization_config", "compression_config")):

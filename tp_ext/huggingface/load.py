@@ -1,4 +1,4 @@
-"""A pretrained model, each rank of which reads its own slices of the files."""
+"""A pretrained model: each rank reads its own slices of the files."""
 
 from __future__ import annotations
 

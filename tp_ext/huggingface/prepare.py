@@ -151,7 +151,7 @@ class _AcceleratorMethods:
         self.group = mesh["dp"].get_group()
         self.folder: Path | None = None
         share(accelerator, model, mesh["dp"])
-        # That of share(), before it is replaced below
+        # share() has set it; it is replaced below
         self._prepare_model = accelerator.prepare_model
         for name in ("prepare_model", "prepare_scheduler", "gather", "gather_for_metrics", "reduce"):
             setattr(accelerator, name, getattr(self, name))

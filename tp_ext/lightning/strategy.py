@@ -42,8 +42,8 @@ class TensorParallelStrategy(ModelParallelStrategy):
         Trainer(strategy=strategy, devices=8, gradient_clip_val=1.0).fit(Model(), loader)
 
     Losses and gradients are those of one process that sees the batches of all data-parallel ranks, as their mean. The
-    initial weights are drawn from ``seed_everything``'s seed, or from rank 0's, on all ranks; those of a model on meta
-    are those of :func:`tp_ext.reset_parameters`. Modules under ``fully_shard(.., mesh=device_mesh["data_parallel"])``
+    initial weights are drawn from ``seed_everything``'s seed, or from rank 0's, on all ranks; a model on meta gets them
+    by :func:`tp_ext.reset_parameters`. Modules under ``fully_shard(.., mesh=device_mesh["data_parallel"])``
     average their gradients by themselves. ``self.log(.., sync_dist=True)`` and ``self.all_gather`` are over the
     data-parallel ranks.
 
@@ -104,7 +104,7 @@ class TensorParallelStrategy(ModelParallelStrategy):
         return self._synchronise and self.device_mesh["data_parallel"].size() > 1
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As that of the base class; gradients are complete before ``on_after_backward``."""
+        """Runs as in the base class; gradients are complete before ``on_after_backward``."""
         module: Any = self.lightning_module
         self.pre_backward(closure_loss)
         loss: Tensor = self.precision_plugin.pre_backward(closure_loss, module)

@@ -37,9 +37,8 @@ def quantize_(model: nn.Module, weights: str, block: int = 64, filter: Filter | 
     per output and ``block`` consecutive inputs (``"int4"``), see :mod:`tp_ext.nn.low_bits`. The values are those of the
     unsharded model for every number of ranks. A layer then has no ``weight``, but buffers ``weight_packed`` (int8
     ``[out, in]``, or uint8 ``[out, in / 2]``) and ``weight_scale`` (``[out]``, or ``[out, in / block]``, of the former
-    dtype of the weight), which are sharded as the weight was and are in state dicts and checkpoints. Products are those
-    of the dequantised weight, in fp32 (of an input in fp64 in fp64), rounded once; the gradient is that of the input,
-    and of the bias.
+    dtype of the weight), which are sharded as the weight was and are in state dicts and checkpoints. Products use the
+    dequantised weight in fp32 (fp64 for an input in fp64) and are rounded once; input and bias have gradients.
 
     Converted are column and row linears, so also those of MLPs and attention, and instances of ``nn.Linear``; not heads
     (``VocabParallelLMHead``, the module of ``get_output_embeddings()``, a weight that is another module's, too),

@@ -1,4 +1,4 @@
-"""Ways by which numbers leave a tensor that varies: Python values, storage, text, and lengths that depend on values.
+"""Ways for numbers to leave a tensor that varies: Python values, storage, text, and lengths that depend on values.
 
 What a function of torch returns other than tensors is refused, unless it is known to be the same on all ranks.
 Lengths are the same, too, except those that an operator finds from values, such as ``nonzero`` and a mask as an index:

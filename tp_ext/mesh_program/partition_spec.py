@@ -38,7 +38,7 @@ class P:
         return tuple(axis for dim in self.dims for axis in dim)
 
     def local(self) -> "P":
-        """Returns the spec of a tensor of which the caller has, or gets, this rank's shard."""
+        """Returns the spec of a tensor whose shard on this rank the caller has, or gets."""
         return self._in_form("local")
 
     def dtensor(self) -> "P":

@@ -53,7 +53,7 @@ def reduce_scatter(x: Tensor, group: ParallelGroup, dim: int, sizes: Sequence[in
 def all_to_all(
     x: Tensor, group: ParallelGroup, dims: tuple[int, int], sent: Sequence[int] | None, received: Sequence[int] | None
 ) -> Tensor:
-    """The region ``all_to_all_region``; ``dims``: the one that is split, the one that is concatenated."""
+    """The region ``all_to_all_region``; ``dims``: which dim is split, and which is concatenated."""
     sent = sent or split(x, dims[0], group)
     # All ranks have x of one shape, so each sends this one the same length
     if received is None:

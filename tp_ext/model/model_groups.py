@@ -88,7 +88,7 @@ class ModelGroups(NamedTuple):
 
 
 def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
-    """Returns the axes of which these are the groups.
+    """Returns the axes with these groups.
 
     Raises:
         ValueError: two groups share several ranks, and neither is within the other.

@@ -38,7 +38,7 @@ class JoinedStages(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules of all stages, by which torch finds parameters and buffers."""
+        """Yields the modules of all stages, as torch traverses them to find parameters and buffers."""
         memo = set() if memo is None else memo
         for stage in self.stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)

@@ -33,8 +33,7 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) ->
 def orthogonalized(update: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
     """Returns the orthogonalized matrix, in its dtype; csrc/optim/newton_schulz.h.
 
-    The operators and their order are those of ``torch.optim.Muon``, so that of equal matrices in bfloat16 the bits are
-    the same.
+    It has the operators of ``torch.optim.Muon`` in their order, so equal matrices in bfloat16 give the same bits.
     """
     return _C.orthogonalized(update, coefficients, steps, eps)
 

@@ -24,7 +24,7 @@ from tp_ext.optim.newton_schulz import (
 
 
 class MuonOptions(NamedTuple):
-    """The options by which the ranks share the work.
+    """The options that say how the ranks share the work.
 
     Attributes:
         axes: the axes of the ranks that share the work.
@@ -302,7 +302,7 @@ class MatrixBucket:
     def _results(
         self, collected: Mapping[int, Tensor], param_options: Sequence[Mapping[str, Any]]
     ) -> dict[int, Tensor]:
-        """Returns the orthogonalized matrices, or factors, of which this rank is the owner, by their index."""
+        """Returns the orthogonalized matrices, or factors, that this rank owns, by their index."""
         assembled: dict[int, Tensor] = {}
         for index, tensor in collected.items():  # in the order of the items, so that sums do not depend on the rank
             sent = self.collected[index]

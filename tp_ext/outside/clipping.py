@@ -41,7 +41,7 @@ class _Unsharded:
 
 
 class _Here(threading.local):
-    """A flag of each thread, set while torch clips parameters of which none is a shard. ``get_total_norm``, which torch
+    """A flag of each thread, set while torch clips parameters without shards. ``get_total_norm``, which torch
     calls inside, then need not look for shards again."""
 
     unsharded = False
@@ -119,7 +119,7 @@ def get_total_norm(
 
 
 def _counts_padding(norm_type: float) -> bool:
-    """Returns whether zeros, of which padding is, change a norm of this order."""
+    """Returns whether zeros, which fill padding, change a norm of this order."""
     return float(norm_type) < 0
 
 

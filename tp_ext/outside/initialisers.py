@@ -13,8 +13,8 @@ from tp_ext.sharding import Layout
 
 
 def _layout(tensor: Tensor) -> Layout | None:
-    """Returns the layout of a shard. An initialiser is called for every parameter of a model, hence the attribute; the
-    parameters of FSDP2, which have none, and what is no parameter, as ``param.data``, are looked up."""
+    """Returns the layout of a shard. Initialisers run on every parameter, so an attribute is read first. FSDP2's
+    parameters and ``param.data`` have none, and are looked up."""
     layout: Layout | None = getattr(tensor, "tp_layout", None)
     if layout is None and (isinstance(tensor, DTensor) or not isinstance(tensor, nn.Parameter)):
         key = memory_of(tensor)

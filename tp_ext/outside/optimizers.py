@@ -208,7 +208,7 @@ def _described(optimizer: Optimizer) -> str:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group with a learning rate by which updates are seen: that of a warm-up may be
+    """Returns the options of a parameter group, with a learning rate that makes updates visible: a warm-up may have
     0."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     options.pop("initial_lr", None)

@@ -236,8 +236,8 @@ def _rows_and_twice(tensor: Tensor, dim: int, shortest: int, scale: float) -> tu
 def _trial(
     make: Callable[..., None], modules: list[nn.Module], original: Tensor, length: int, dim: int, tried: int
 ) -> ParametrizationList:
-    """Returns the list of copies of the modules for ``original``, made up; ``length`` is that of the tensor along
-    ``dim``, and of what the modules hold for each of its rows, of which ``tried`` are taken."""
+    """Builds a ``ParametrizationList`` of copied modules over a made-up ``original``. ``length``: size of the tensor,
+    and of the per-row state of the modules, along ``dim``; ``tried`` of its rows are taken."""
     copied = [copy.deepcopy(module).train() for module in modules]
     for module in copied:
         for _, stored in _tensors(module):

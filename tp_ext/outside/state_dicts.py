@@ -125,7 +125,7 @@ def _to_be_loaded(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _of_dense(key: str, value: Tensor, live: Tensor, layout: Layout, instead: str) -> Tensor:
-    """Returns an entry that may be that of the unsharded model; raises RuntimeError if it is.
+    """Returns an entry for this rank; raises RuntimeError if it can only be the unsharded model's.
 
     The rank whose shard is the whole cannot see whether it is. So all ranks load it, if there is such a rank."""
     full = layout.full_shape(live.shape)

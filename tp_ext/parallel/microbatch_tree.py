@@ -95,7 +95,7 @@ class MicrobatchTree:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sets the gradients to the sums, added to those of earlier steps.
+        """Sets the gradients to the sums, added to earlier steps' gradients.
 
         Communicates: for each 32 MiB of parameters an all-to-all of nodes over the data ranks, and an all-gather.
         """

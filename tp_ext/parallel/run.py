@@ -242,7 +242,7 @@ class ParallelRun:
             self._ddp = DistributedDataParallel(model, process_group=replicas.whole.get_group())
 
     def know_parameters(self) -> None:
-        """Notes the parameters of which data ranks have copies or shards: each would train others alone."""
+        """Notes the parameters that data ranks have copies or shards of: each would train others alone."""
         sharded = self._zero > 1
         hooked = not sharded and (self._ddp is not None or self._tree is not None)
         if hooked or sharded:

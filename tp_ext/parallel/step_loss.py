@@ -1,4 +1,4 @@
-"""Weights the loss of each microbatch so that the gradients of a step sum to those of the batch."""
+"""Weights the loss of each microbatch so that the gradients of a step sum to the batch's gradient."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

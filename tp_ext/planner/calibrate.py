@@ -27,7 +27,7 @@ _STEP, _ROUNDS = 1e-3, 40  # of the derivatives, and at most: it ends when nothi
 
 
 def calibrate(cluster: Cluster, rows: Sequence[MeasuredStep]) -> Cluster:
-    """Returns the cluster with constants by which predictions come closest to measured steps.
+    """Returns the cluster with the constants that bring predictions closest to measured steps.
 
     At most five factors: the speed of GEMMs of each dtype of the rows, ``attention`` if they have other lengths,
     ``inner`` if a row has tp, ``memory``, ``gather`` if one has ZeRO 2 or 3, ``outer`` if one crosses nodes. They
@@ -105,8 +105,8 @@ def _names(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, 
 
 
 def _fit(cluster: Cluster, rows: Sequence[tuple[Workload, Layout, int, float, int]]) -> Cluster:
-    """Gauss-Newton in the logarithms of the factors, of which the errors are nearly linear functions; of large errors
-    the squares have the weights by which they grow as their absolute values (iteratively reweighted least squares)."""
+    """Fits by Gauss-Newton in the logarithms of the factors, in which the errors are nearly linear. Large errors get
+    weights that make their squares grow as absolute values (iteratively reweighted least squares)."""
     names = _names(cluster, rows)
     priors = np.array([_PRIORS[name.partition("_")[0]] for name in names])
     x = np.zeros(len(names))

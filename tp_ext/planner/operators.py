@@ -116,7 +116,8 @@ class Operators:
         return int(tensors[0].shape[-1])
 
     def _sharding(self, node: Node) -> str:
-        """A linear of which the inputs are sharded by one before it is a row; one whose outputs may be is a column."""
+        """A linear with inputs that an earlier linear has sharded is a row; a linear with outputs that may be sharded
+        is a column."""
         assert node.weight is not None
         rows = node.makes[0].size / self._shape(node)[1]
         if rows != self.tokens and self.part not in ("first", "last"):

@@ -76,8 +76,8 @@ def simulate_pipeline(
 ) -> Timeline:
     """Simulates one step of a schedule of ``torch.distributed.pipelining``, whose lists of actions it reads.
 
-    An action begins when its rank is free and its input has arrived: that of a forward from the stage before, that of
-    a backward from the stage after it. A full backward takes ``input_grad + weight_grad``, and its gradient is sent
+    An action begins when its rank is free and its input has arrived: a forward's from the stage before, a backward's
+    from the stage after it. A full backward takes ``input_grad + weight_grad``, and its gradient is sent
     at its end. Messages take ``send`` and overlap with computation; between stages of one rank they take nothing.
 
     For stages of equal cost the bubble of 1F1B, GPipe and Interleaved1F1B is

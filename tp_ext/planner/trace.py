@@ -137,7 +137,8 @@ def _signature(block: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def _stand_ins(model: nn.Module, names: list[str], alike: list[int]) -> Iterator[list[bool]]:
-    """Lets blocks return what the one that they are like has returned; yields whether each was called like it."""
+    """Replaces the forward of repeated blocks by the recorded result of the first. Yields, per block, whether it was
+    called like the first."""
     fits: list[bool] = []
     changed: list[tuple[nn.Module, Any]] = []
     calls: dict[int, tuple[Any, Any]] = {}

@@ -48,8 +48,8 @@ class Parts:
         return [part.view(dtype).view(sizes) for part, (dtype, sizes) in parts]
 
     def memory_of(self, contents: Contents, device: torch.device, lists: bool) -> list[Tensor] | None:
-        """Returns the memory of the rectangles, if a collective on ``device`` can use that of all as it is: of the only
-        one, if its elements are contiguous; with ``lists``, which take a tensor for each rank, rows of each."""
+        """Returns views that a collective on ``device`` can use without packing: the only rectangle, if it is
+        contiguous, or, with ``lists``, rows for each rank. None: they must be packed."""
         views = contents.of(self.views)
         if not lists and len(views) != 1:
             return None
@@ -60,7 +60,7 @@ class Parts:
         return [view.view(torch.uint8) if lists else view.view(-1).view(torch.uint8) for view in views]
 
     def by_rank(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Returns for each rank the part that it sends or receives, of which there is one at most."""
+        """Returns for each rank the part that it sends or receives: one at most."""
         result = [torch.empty(0, dtype=torch.uint8)] * len(self.bytes)
         for rank, part in zip(self._ranks, parts, strict=True):
             result[rank] = part
@@ -97,7 +97,7 @@ def memory(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
 
 
 def cast_into(outs: Sequence[Tensor], values: Sequence[Tensor], dtypes: Sequence[Sequence[torch.dtype]]) -> None:
-    """Writes each value to one of ``outs`` by way of the dtypes between its own and the last."""
+    """Casts each value through its remaining dtypes and writes it to the matching tensor of ``outs``."""
     direct: tuple[list[Tensor], list[Tensor]] = [], []
     on_cpu = True
     for out, value, way in zip(outs, values, dtypes, strict=True):

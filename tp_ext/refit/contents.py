@@ -145,7 +145,7 @@ class Contents:
                 continue
             ties += [(first, other) for other in others]
             value = state["model"][name]
-            # Of the source nothing is written
+            # The source is only read
             if target:
                 check_writable({name: value})
             items.append(_item(name, "", value, entry, tuple(names[id(entry.value)])))
@@ -173,7 +173,7 @@ class Contents:
         self.description = Description(items, optimized, ties, kind, device, options)
 
     def is_of(self, tensors: list[Any] | None) -> bool:
-        """Returns whether it is that of a model with these :func:`live_tensors`."""
+        """Returns whether it belongs to a model with these :func:`live_tensors`."""
         return tensors is not None and tensors == self._tensors
 
     def of(self, views: Views) -> list[Tensor]:
@@ -234,8 +234,8 @@ class Contents:
 
 
 def live_tensors(model: Stages) -> list[Any] | None:
-    """Returns what differs as soon as a parameter or buffer of a model, or its memory, is another one, while those of
-    before still exist; None if that is not known of a tensor."""
+    """Returns a fingerprint of a model's tensors. It changes when a parameter or buffer, or its memory, is replaced,
+    while the old ones still exist. None: the memory of some tensor is not known."""
     tensors: list[Any] = []
     for path, module in joined(model).named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

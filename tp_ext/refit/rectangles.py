@@ -72,7 +72,7 @@ def remaining(rectangles: Iterable[Rectangle], taken: Rectangle) -> list[Rectang
 
 
 def cells(holders_of: Mapping[Rectangle, Ints]) -> list[tuple[Rectangle, Ints]]:
-    """Returns disjoint rectangles that cover those of ``holders_of``, each with all ranks that hold it."""
+    """Returns disjoint rectangles that cover ``holders_of``, each with all ranks that hold it."""
     disjoint: list[tuple[Rectangle, Ints]] = []
     for rectangle, ranks in holders_of.items():
         rest, cut = [rectangle], []

@@ -358,7 +358,7 @@ class RefitPlan:
         raise self._lost(error, False, state) from error
 
     def _lost(self, error: RuntimeError, installed: bool, state: str) -> RankLost:
-        """Returns the error that names the ranks that died; raises that of the collective if none did."""
+        """Returns the error that names the ranks that died; raises the collective's error if none did."""
         silent = self._watch.silent()
         if not silent and not installed:
             raise error

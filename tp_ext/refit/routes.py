@@ -262,7 +262,7 @@ class Routes:
         return Rectangle(tuple(starts), tuple(shape))
 
     def _moves_to(self, rank: int, items: Sequence[Item]) -> Iterator[Move]:
-        """Yields the moves by which a rank gets its items; notes :attr:`repeats`."""
+        """Yields the moves that bring a rank its items; notes :attr:`repeats`."""
         # What the rank gets already: of each tensor of the source, in each dtype
         got: dict[tuple[TensorKey, tuple[torch.dtype, ...]], list[tuple[Rectangle, Place, Rectangle]]] = {}
         for number, item in enumerate(items):

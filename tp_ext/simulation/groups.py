@@ -72,8 +72,8 @@ class SimulatedGroups:
             world.pg_group_ranks.pop(_NO_MEMBER, None)
 
     def new_group(self, rank: int, ranks: Sequence[int], description: str | None) -> ProcessGroup | None:
-        """Makes a rank's part of a group, which is one with those that the other ranks make of the same ranks, in the
-        order in which each makes them. Returns None if it is no member."""
+        """Creates a rank's handle of a group. The n-th call of each rank with the same ``ranks`` gives the same group.
+        Returns None if the rank is no member."""
         key = tuple(ranks)
         if rank not in key:
             return None

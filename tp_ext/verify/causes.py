@@ -219,7 +219,7 @@ def _of_slices(wrong: Comparison) -> str | None:
 
 
 def _permuted(local: Tensor, full: Tensor) -> bool:
-    """Returns whether most of the values of ``local`` are among those of ``full``, to the bit."""
+    """Returns whether most values of ``local`` occur in ``full``, to the bit."""
     # A constant is at all places, so being there shows nothing
     return local.numel() > 0 and bool(torch.isin(local, full).double().mean() > 0.99) and local.unique().numel() > 1
 

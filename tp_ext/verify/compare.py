@@ -60,7 +60,7 @@ def placements(full: Sequence[int], locals_: Sequence[Sequence[int]], tables: It
 
 
 class Comparison(NamedTuple):
-    """A full tensor compared with those of the ranks.
+    """A full tensor compared with the ranks' tensors.
 
     Attributes:
         error: the largest difference relative to the largest element; None: the shapes fit no placement; infinite: a

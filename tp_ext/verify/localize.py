@@ -19,7 +19,7 @@ class WrongModule(NamedTuple):
 
 
 class Trace:
-    """The calls of the modules of one forward, those of one process matched with those of the ranks by name and order.
+    """The calls of the modules of one forward: one process's calls matched with the ranks' by name and order.
 
     Args:
         mode: ``"eval"`` or ``"train"``.

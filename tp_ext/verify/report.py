@@ -9,7 +9,7 @@ _SHOWN = 8  # findings, so that the text is one page
 
 @dataclass(frozen=True)
 class Finding:
-    """A thing that is wrong.
+    """One difference between p ranks and one process.
 
     Attributes:
         p: the number of ranks.

@@ -183,7 +183,7 @@ def _of_error(p: int, error: RuntimeError, task: Task) -> Finding:
 
 
 class _OutcomeComparison:
-    """The comparison of the outcomes of p ranks with that of one; ``row`` gets the verdicts."""
+    """The comparison of the outcomes of p ranks with one rank's outcome; ``row`` gets the verdicts."""
 
     def __init__(self, p: int, reference: Outcome, outcomes: list[Outcome], bound: float, row: dict[str, str]) -> None:
         self.p, self.reference, self.outcomes, self.bound, self.row = p, reference, outcomes, bound, row

@@ -91,7 +91,8 @@ class Conversions:
         self.in_hooks = self.entered = self.converting = False
 
     def is_direct(self) -> bool:
-        """True if a call that begins now is that of other code: what backward recomputes ran inside of forward.
+        """Returns whether other code than forward makes the call that begins now: what backward recomputes ran inside
+        of forward.
 
         One that converts nothing may count as direct then, too: modules inside of it are inside of a call either way.
 

@@ -1,4 +1,4 @@
-"""Logits of which each rank has its columns, with the shape of the full ones for a model's own code."""
+"""Logits in columns, one shard on each rank, with the full shape for a model's own code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WRITING_OPERATORS = {f"__i{name}__" for name in ("floordiv", "mod", "pow", "and"
 
 
 class ShardedLogits(Tensor):
-    """This rank's columns of logits; shapes are those of the full logits.
+    """This rank's columns of logits, with the shapes of the full logits.
 
     Cross entropy and arg-max over the vocabulary use the columns of all ranks without gathering them; pointwise
     functions, conversions and slices of other dims stay sharded. Any other function gathers the logits first, which

@@ -333,7 +333,7 @@ def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:
 
 
 def local_length(dim: Dim, sizes: Mapping[Atom, int]) -> int:
-    """The length of a dim on a rank, of which the sharded atoms have these sizes."""
+    """Returns the length of a dim on a rank, where its sharded atoms have these sizes."""
     length = 1
     for atom in atoms(dim):
         if atom in sizes:

@@ -129,7 +129,7 @@ class _Boundary:
         return replace(direct, gradients=tuple(edits))
 
     def shardings(self, tensor: Tensor) -> list[Sharding]:
-        """The shardings of the dims of a tensor of which a rank has its shard.
+        """Returns the shardings of the dims of a tensor that is sharded over the ranks.
 
         Raises:
             _NoConversionError: a dim has a sharded factor with others before it, such as heads after a batch.

@@ -221,7 +221,7 @@ class Finder:
         return COMPLETED
 
     def settle_written(self, tensor: Tensor, place: int) -> Types:
-        """The type of the gradient of what an operator wrote into a tensor: that of the uses after it.
+        """Returns the gradient type of a value written in place: the union over the uses that follow the write.
 
         Where only some of these are sharded, their sums must stand at arguments after the operator, for it hands the
         gradient on to its other inputs: ``y += x`` with ``y`` used by a sharded and by a replicated layer.
@@ -352,7 +352,7 @@ class Finder:
         return unwanted
 
     def blamed(self, places: Iterable[int]) -> frozenset[Atom]:
-        """The sharded atoms by which the gradients that these operators give their inputs are partial."""
+        """Returns the sharded atoms that make the gradients of these operators' inputs partial."""
         blamed: set[Atom] = set()
         seen: set[int] = set()
         left = list(places)

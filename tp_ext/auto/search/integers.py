@@ -35,7 +35,7 @@ class Local:
     sizes: SizesByModule = field(default_factory=dict)
 
     def of(self, modules: Container[str]) -> Local:
-        """Returns those of some modules."""
+        """Returns the integers of some modules."""
         patches = {name: changes for name, changes in self.patches.items() if name in modules}
         return Local(patches, {name: calls for name, calls in self.sizes.items() if name in modules})
 

@@ -151,7 +151,7 @@ class Localized:
 
     @contextlib.contextmanager
     def local_model(self, rank: int, patches: PatchesOf, sizes: SizesOf) -> Iterator[Shapes]:
-        """Makes the model that of a rank, in place, and yields the local shapes of its parameters and buffers; puts
+        """Makes the model one rank's, in place, and yields the local shapes of its parameters and buffers; puts
         everything back at the end.
 
         A copy would not do: functions in a model that refer to its modules would refer to the originals."""
@@ -334,7 +334,8 @@ def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> 
 def replaced_argument(
     module: nn.Module, args: Any, kwargs: Any, path: LeafPath, function: Callable[[Tensor], Tensor]
 ) -> tuple[Any, Any]:
-    """The arguments of a call with the function of the tensor at a path of the plan, if the call has it."""
+    """Returns the arguments with the function applied to the tensor at a path of the plan; unchanged if the call does
+    not pass it."""
     path_in_call = argument_path(module, args, kwargs, path)
     both: tuple[Any, Any] = args, kwargs
     return both if path_in_call is None else replaced(both, path_in_call, function)

@@ -254,8 +254,8 @@ def _argument(step: Step, place: int, name: str, default: Any) -> Any:
 
 
 def added_parameter(record: Record, tensor: Tensor) -> str | None:
-    """The name of the parameter of which a tensor is linear, such as the biases of the experts of each token, or a
-    product with numbers; None if it is none."""
+    """Returns the name of the parameter that a tensor is linear in, such as the experts' biases of each token, or a
+    product with numbers; None if there is none."""
     while id(tensor) not in record.parameters:
         maker = record.maker.get(id(tensor))
         if maker is None or not is_linear_of_first(maker):

@@ -271,7 +271,7 @@ class Planner:
         return self.give_up(state, hit or state.decisions, mismatch)
 
     def give_up(self, state: State, hit: list[Decision], mismatch: MismatchError) -> bool:
-        """Replicates the parameters of decisions, and of all modules of the class of the one that differs."""
+        """Replicates the parameters of decisions, and of all modules that have the class of the differing module."""
         left, prefix = list(hit), f"{mismatch.module}."
         inside = {n.removeprefix(prefix) for decision in hit for n in decision.parameters if n.startswith(prefix)}
         if inside and mismatch.module:

@@ -1,4 +1,4 @@
-"""Rewrites the sizes that forward code passes to views, such as ``view(b, 12, 64)``, to those of a rank.
+"""Rewrites the sizes that forward code passes to views, such as ``view(b, 12, 64)``, to a rank's sizes.
 
 Where code takes sizes from a replicated input, ``B, T, C = x.shape``, or writes them as numbers, no integer of a module
 can be set. The calls of a module that have sizes as arguments are then planned one by one, in their order: which of the

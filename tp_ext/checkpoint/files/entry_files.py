@@ -173,8 +173,8 @@ def check_entry(file: int, begin: int, length: int) -> None:
 
 
 class _Template(NamedTuple):
-    """The file of a tensor, an archive of which one member holds the data: what is before, between and after the places
-    that depend on the data, which are the data and its checksum, at two places."""
+    """The zip archive of a tensor. Keeps the constant bytes around its variable fields: the data, and the checksum,
+    which occurs twice."""
 
     before: bytes
     between: bytes

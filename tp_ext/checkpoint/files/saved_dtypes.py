@@ -1,4 +1,4 @@
-"""Refuses tensors of files whose numbers are not those of the model: codes of quantised weights, whose scales are in
+"""Refuses tensors of files whose numbers differ from the model's: codes of quantised weights, whose scales are in
 other tensors."""
 
 import re

@@ -328,7 +328,7 @@ class ParallelAttention(SelfAttention):
     def new_cache(
         self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
     ) -> KVCache:
-        """Returns an empty cache for this layer, on its device; ``dtype`` defaults to that of its weights."""
+        """Returns an empty cache for this layer, on its device; ``dtype`` defaults to its weights' dtype."""
         options = self.qkv.weight_options if dtype is None else {**self.qkv.weight_options, "dtype": dtype}
         return KVCache(batch_size, max_seq, self.num_kv_heads_local, self.head_dim, static=static, **options)
 

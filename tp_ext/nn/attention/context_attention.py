@@ -27,7 +27,7 @@ def context_attention(
     options: AttentionOptions = AttentionOptions(),  # noqa: B008, immutable
     seeds: Tensor | None = None,
 ) -> Tensor:
-    """Returns the attention of this rank's tokens to those of all ranks, exactly that of the whole sequences.
+    """Returns the attention of this rank's tokens to the tokens of all ranks, exactly as over whole sequences.
 
     Args:
         q: ``[batch, seq_local, heads_local, head_dim]`` or ``[tokens_local, heads_local, head_dim]``, the tokens as in

@@ -74,7 +74,7 @@ class TokenCache(nn.Module):
 
     @static.setter
     def static(self, static: bool) -> None:
-        # Read before the switch, by which it is in another place
+        # Read before the switch, which moves it to another attribute
         length = self.length
         self._static = static
         self._set_length(length)

@@ -352,7 +352,7 @@ class ParallelLatentAttention(SelfAttention):
     def new_cache(
         self, batch_size: int, max_seq: int, *, static: bool = False, dtype: torch.dtype | None = None
     ) -> LatentKVCache:
-        """Returns an empty cache for this layer, on its device; ``dtype`` defaults to that of its weights."""
+        """Returns an empty cache for this layer, on its device; ``dtype`` defaults to its weights' dtype."""
         weight = self.kv_a_proj_with_mqa.weight
         return LatentKVCache(
             batch_size,

@@ -310,7 +310,7 @@ class ParallelMoE(LayerOverData):
 
 
 def _data_axes(data_groups: Group | list[Group], context: ParallelGroup, experts: ParallelGroup) -> DataAxes:
-    """Returns the axes of the ranks that have other tokens, those of ``data_groups`` first."""
+    """Returns the axes of the ranks that have other tokens, ``data_groups`` first."""
     given = data_axes(data_groups).axes
     axes = (*given, *(axis for axis in (context, experts) if axis.size > 1))
     # Its counts and losses would be summed twice over that axis

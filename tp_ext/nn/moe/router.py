@@ -48,9 +48,9 @@ class RouterConfig:
         balance = E * sum over e of f_e * mean over t of P_te     (Fedus et al., "Switch", arXiv:2101.03961, eq. 4)
         z       = mean over t of logsumexp(l_t)^2                 (Zoph et al., "ST-MoE", arXiv:2202.08906, eq. 5)
 
-    T tokens are those of the batch on all data ranks, f_e and the mean being global, not means of the ranks' losses;
-    with ``balance_over="sequence"`` the balance loss is that of each sequence, and their mean is taken (DeepSeek-V3,
-    eq. 17). It is 1 for experts that are used equally. ``load_balancing_loss_func`` of transformers is top_k times it.
+    The T tokens are the batch on all data ranks: f_e and the mean are global, not means of the ranks' losses. With
+    ``balance_over="sequence"`` the balance loss is the mean of the losses of the sequences (DeepSeek-V3, eq. 17). It is
+    1 for experts that are used equally. ``load_balancing_loss_func`` of transformers is top_k times it.
 
     Attributes:
         scores: ``"softmax"`` or ``"sigmoid"``.
@@ -287,7 +287,7 @@ class Router(ParallelModule):
             return x.sum()
 
     def _combined(self, balance: Tensor, z: Tensor, balance_value: Tensor, z_value: Tensor) -> RouterLosses:
-        """Returns the losses of these values whose gradients are those of this rank's terms."""
+        """Returns losses with these values and the gradients of this rank's terms."""
         config = self.config
         # A later mean over the ranks divides by it
         ranks = self.data_ranks.size if self.gradient_reduction == "mean" else 1
@@ -381,10 +381,10 @@ def drop_over_capacity(
 ) -> Tensor:
     """Returns ``experts`` ``[tokens, top_k]`` with -1 for the slots over capacity.
 
-    An expert keeps ceil(factor * top_k * T / num_experts) slots of the T tokens on all data ranks: with order
-    ``"token"`` those of the first tokens of the batch, with ``"weight"`` those of the largest weights, of equal weights
-    those of the first tokens. The tokens of the batch are those of data rank 0, 1, .. one after the other: the same are
-    dropped for every number of ranks.
+    An expert keeps ceil(factor * top_k * T / num_experts) slots of the T tokens on all data ranks: order ``"token"``
+    keeps the first tokens of the batch, ``"weight"`` the largest weights, and of equal weights the first tokens. The
+    batch has the tokens of data rank 0, 1, .. one after the other, so the same tokens are dropped for every number of
+    ranks.
 
     Communicates, over each axis of the data ranks: one all-gather of num_experts numbers; ``"weight"``: one of experts
     and weights of all tokens, too, for which the host waits for the device.
@@ -421,7 +421,7 @@ def _capacity(factor: float, slots: Tensor, num_experts: int) -> Tensor:
 
 
 def _positions(experts: Tensor, num_experts: int) -> Tensor:
-    """Returns the position of each slot among those of its expert, in their order."""
+    """Returns the position of each slot among its expert's slots, in their order."""
     order = experts.sort(stable=True).indices
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
     counts = counts.scatter_add(0, experts, torch.ones_like(experts))

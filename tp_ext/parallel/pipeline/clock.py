@@ -39,7 +39,7 @@ class Clock:
         self._busy.append((begin, self._now()))
 
     def seconds(self) -> tuple[float, float]:
-        """Returns the seconds of computation in the last step, and those of the step. On CUDA it waits for its end."""
+        """Returns the seconds of computation in the last step, and of the step. On CUDA it waits for its end."""
         return self._sum(self._busy), self._sum(self._step)
 
     def _now(self) -> Any:

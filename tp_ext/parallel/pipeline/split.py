@@ -43,7 +43,8 @@ def _are_counts(split: Sequence[float], blocks: int, stages: int) -> bool:
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Returns the numbers of blocks by which the costliest stage costs least, and of those the most even ones.
+    """Returns the number of blocks per stage that minimises the cost of the most expensive stage; ties go to the most
+    even split.
 
     Args:
         costs: of what precedes the blocks, of each block, and of what follows them.

@@ -356,7 +356,7 @@ class PipelineSteps:
             )
 
     def _check_keywords(self, keywords: Mapping[str, Any], batch: Batch | None) -> None:
-        """Raises ValueError if a tensor would be cut along a dim that is not that of the batch."""
+        """Raises ValueError if a tensor would be cut along a dim other than the batch's."""
         shapes = batch.inputs if batch is not None and batch.inputs else ()
         length = self._setup.microbatches * shapes[0].shape[0] if shapes and shapes[0].shape else None
         for name, value in keywords.items():

@@ -213,7 +213,7 @@ class TiedWeights:
 
 
 def _add(param: nn.Parameter, name: str, total: Tensor, earlier: Tensor | None) -> None:
-    """Makes a gradient the sum of the step, plus that of earlier steps."""
+    """Makes a gradient the sum of the step, plus the sum of earlier steps."""
     if name == "main_grad":
         getattr(param, name).copy_(total if earlier is None else total + earlier)
         return
