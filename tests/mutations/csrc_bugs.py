@@ -75,7 +75,7 @@ REGIONS = [
         "(key.rank == found->getRank() && key.size == found->getSize())",
         "key.rank == found->getRank()",
         "A layer of three ranks runs on a new group of two.",
-        "test_group_again.py::test_three_ranks_become_two",
+        "test_group.py::test_three_ranks_become_two",
     ),
     _bug(
         "all_to_all_own_bytes",

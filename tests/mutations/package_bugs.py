@@ -139,7 +139,7 @@ SHARED = [
         "self._seed = seed + rank",
         "self._seed = seed",
         "All ranks drop the same attention weights of different heads.",
-        "nn/attention/test_attention_compose.py",
+        "nn/attention/test_attention.py",
     ),
     _bug(
         "all_gather_is_gather",
@@ -206,7 +206,7 @@ LAYERS = [
         "heads = self.num_heads, self.first_head_local",
         "heads = self.num_heads, 0",
         "Every rank takes the dropout mask of the first heads.",
-        "nn/attention/test_attention_compose.py::test_exact_dropout_is_the_same_for_every_p",
+        "nn/attention/test_attention.py::test_exact_dropout_is_the_same_for_every_p",
     ),
     _bug(
         "head_norm_not_summed",
@@ -246,7 +246,7 @@ LAYERS = [
         'self.parameter("weight", self._entering("weight", self.weight))',
         'self._entering("weight", self.weight)',
         "Under SP main_grad of a replicated linear has the gradient of this rank's tokens alone.",
-        "nn/attention/test_latent_attention_compose.py::test_gradients_accumulated_in_main_grad",
+        "nn/attention/test_latent_attention.py::test_gradients_accumulated_in_main_grad",
     ),
     _bug(
         "dropout_offset",
@@ -391,7 +391,7 @@ LAYERS = [
         "layer._coalesced.pop(name, None)",
         "pass",
         "Later calls of a layer use a parameter that entered in an earlier forward.",
-        "model/test_coalesce_compose.py",
+        "model/test_coalesce.py",
     ),
     _bug(
         "window_too_wide",

@@ -1,6 +1,6 @@
 """linear_cross_entropy against F.linear and the cross entropy of all logits. fp64 bound: 1e-12, rounding of short sums.
 
-Compiled, recomputed, in other dtypes, with main_grad: test_linear_cross_entropy_compose.py.
+Compiled, recomputed, in other dtypes, with main_grad: test_linear_cross_entropy_training.py.
 """
 
 import itertools

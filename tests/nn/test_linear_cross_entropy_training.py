@@ -1,10 +1,14 @@
-"""The loss of a head without its logits in trainings: tied, in DDP, in a pipeline, recomputed, compiled; few tokens."""
+"""The loss of a head without its logits in trainings: tied, in DDP, in a pipeline, recomputed, compiled, under
+autocast, in half precision, with main_grad; few tokens.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -12,10 +16,9 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.vocabulary import close, dense
+from tests.nn.test_linear_cross_entropy import HIDDEN, assert_dense, local_rows, make
 from tests.parallel.pipeline.test_stages import KEYWORDS, TOKENS, VOCAB, batch, staged
 from tests.parallel.pipeline.test_stages import model as gpt
-
-HIDDEN = 6
 
 
 class Model(nn.Module):
@@ -186,3 +189,165 @@ def test_as_the_loss_of_a_pipeline(schedule):
     """Under 1F1B, and under a schedule that splits the backward; with TP and SP."""
     assert TOKENS % 4 == 2  # chunks of unequal length
     ranks.run(_in_a_pipeline, 4, schedule)
+
+
+# Compiled, recomputed, in other dtypes, with main_grad, in the head
+
+
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1, "chunk_tokens": 4}
+
+
+def _wrapped(group, operands, wrap, options):
+    torch._dynamo.reset()
+    (x, weight), (bias, target) = operands
+    x = x.tensor_split(group.size())[group.rank()] if options.get("sequence_parallel") else x
+
+    def fn(x, w, b):
+        o = {"vocab_size": len(weight), "total_tokens": len(target), **OPTIONS, **options}
+        result = tp_ext.linear_cross_entropy(x.sin(), w, target, group, bias=b, **o)
+        return sum(one.sum() for one in result) if options.get("return_entropy") else result.sum() * 2
+
+    results = []
+    for f in (fn, wrap(fn)):
+        leaves = [x.clone(), local_rows(weight, group, None), local_rows(bias, group, None)]
+        loss = f(*(leaf.requires_grad_() for leaf in leaves))
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def _compile(fn):
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
+def _dynamic(fn):
+    return torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
+
+
+def _checkpoint(fn):
+    return lambda *args: checkpoint(fn, *args, use_reentrant=False)
+
+
+CASES = [{}, {"reduction": "none", "return_entropy": True}, {"sequence_parallel": True}]
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("options", CASES, ids=["mean", "tokens", "sp"])
+@pytest.mark.parametrize("wrap", [_compile, _dynamic, _checkpoint])
+@pytest.mark.parametrize("p", [1, 2])
+def test_compiled_and_recomputed_as_eager(p, wrap, options):
+    ranks.run(_wrapped, p, make(13), wrap, options, timeout=200)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_other_dtypes(dtype, bound, reduction):
+    bounds = {"rtol": bound, "atol": 4 * bound}
+    assert_dense(2, make(13, dtype=dtype), bounds=bounds, chunk_tokens=4, reduction=reduction)
+
+
+def _scaled(group, scale):
+    """The gradient of x in fp16 with the loss scaled as GradScaler does."""
+    x = torch.ones(64, HIDDEN, dtype=torch.float16, requires_grad=True)
+    weight = torch.ones(30000, HIDDEN, dtype=torch.float16).requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        loss = tp_ext.linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64), group)
+    (loss * scale).backward()
+    return weight.grad[1:]
+
+
+def test_small_probabilities_survive_fp16():
+    """The share of one token in the mean is 5e-7 here, times the scale 0.03."""
+    (grad,) = ranks.run(_scaled, 1, 65536.0)
+    torch.testing.assert_close(grad.float(), torch.full_like(grad.float(), 65536 / 30000), rtol=1e-2, atol=0)
+
+
+def _autocast(group, operands, reduction):
+    (x, weight), (_, target) = operands
+    x, w = x.float().requires_grad_(), local_rows(weight, group, None).float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = tp_ext.linear_cross_entropy(x, w, target, group, reduction=reduction)
+        logits = tp_ext.VocabParallelCrossEntropy(group=group, reduction=reduction)(
+            torch.nn.functional.linear(tp_ext.copy_to_region(x, group), w), target
+        )
+    grads = [torch.autograd.grad(one.sum(), (x, w)) for one in (loss, logits)]
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, logits)
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_autocast(reduction):
+    ranks.run(_autocast, 2, make(12), reduction)
+
+
+def _accumulated(group, operands, reduction, dtype):
+    (x, weight), (_, target) = operands
+    grads = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        o = {"grad_accumulation_fusion": fused, "dtype": dtype, "group": group}
+        head = tp_ext.VocabParallelLMHead(HIDDEN, len(weight), **o)
+        head.weight.main_grad = torch.ones(head.weight.shape, dtype=torch.float64)
+        for scale in (1.0, 0.5):
+            (head.loss(x.to(dtype), target, reduction=reduction, chunk_tokens=4).sum() * scale).backward()
+        assert fused == (head.weight.grad is None)
+        grads.append(head.weight.main_grad - 1 if fused else head.weight.grad)
+    return grads
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_main_grad_gets_the_gradient_of_the_weight(reduction):
+    for plain, fused in ranks.run(_accumulated, 2, make(13), reduction, torch.float64):
+        torch.testing.assert_close(plain, fused, rtol=1e-12, atol=1e-12)
+
+
+def _head(group, operands, options):
+    """head.loss without and with the logits."""
+    (x, weight), (_, target) = operands
+    head = tp_ext.VocabParallelLMHead(HIDDEN, len(weight), bias=True, group=group, dtype=x.dtype, **options)
+    own = x.flatten(0, 1).tensor_split(group.size())[group.rank()] if head.sequence_parallel else x.flatten(0, 1)
+    results = []
+    for keep in (False, True):
+        x_own = own.clone().requires_grad_()
+        loss = head.loss(x_own, target.flatten(), target.numel(), keep_logits=keep, z_loss=0.1, label_smoothing=0.1)
+        results.append((loss, *torch.autograd.grad(loss, (x_own, head.weight, head.bias))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"pad_to_multiple_of": 4}, {"sequence_parallel": True}], ids=["padded", "sp"])
+def test_loss_of_a_head_without_and_with_the_logits(options):
+    ranks.run(_head, 2, make(13), options)
+
+
+def _sharded_by_fsdp(group, operands):
+    (x, weight), (_, target) = operands
+    grads = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        head = tp_ext.VocabParallelLMHead(HIDDEN, len(weight), group=None, dtype=x.dtype)
+        if sharded:
+            fully_shard(head, mesh=init_device_mesh("cpu", (2,)))
+        head.loss(x, target).backward()  # the same tokens on both ranks: the mean of the gradients is each one's
+        grads.append(head.weight.grad.full_tensor() if sharded else head.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_the_loss_of_a_head_that_fsdp2_shards():
+    ranks.run(_sharded_by_fsdp, 2, make(13))
+
+
+def _second_derivative(group, operands, reduction):
+    (x, weight), (_, target) = operands
+    w = local_rows(weight, group, None).requires_grad_()
+    loss = tp_ext.linear_cross_entropy(x, w, target, group, reduction=reduction).sum()
+    torch.autograd.grad(loss, w, create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_second_derivative_is_refused(reduction):
+    match = "linear_cross_entropy has no second derivative"
+    ranks.run_raises(_second_derivative, 2, NotImplementedError, match, make(12), reduction, in_turns=False)
