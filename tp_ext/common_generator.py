@@ -240,7 +240,7 @@ def _not_counted() -> Iterator[None]:
 
 
 def is_meeting() -> bool:
-    """True while this thread communicates for a draw, which is no collective of the program."""
+    """Returns whether this thread communicates for a draw, which is no collective of the program."""
     return getattr(_own, "meeting", False)
 
 

@@ -193,7 +193,7 @@ def current_scope(device: torch.device) -> MaskScope | None:
 
 
 def is_entered() -> bool:
-    """True while masks are drawn by name, so that generators may differ."""
+    """Returns whether masks are drawn by name, so that generators may differ."""
     return torch.default_generator.initial_seed() in _scopes
 
 

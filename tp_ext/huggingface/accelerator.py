@@ -172,7 +172,7 @@ def _own_values(accelerator: Any, values: Any, use_gather_object: bool = False) 
 
 
 def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:
-    """The model, if these are all of its parameters, which it can then look up; or they themselves."""
+    """Returns the model, if these are all of its parameters, which it can then look up; or they themselves."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return model if set(map(id, listed)) >= set(map(id, model.parameters())) else listed
 

@@ -167,7 +167,7 @@ def _scaling(config: dict[str, Any]) -> float:
 
 
 def _config_of(file: Path) -> dict[str, Any]:
-    """The options of an adapter whose function is that of :class:`LoRALinear`."""
+    """Returns the options of an adapter whose function is that of :class:`LoRALinear`."""
     config = read_json(file)
     # Other kinds have other tensors under the same names
     if (kind := config.get("peft_type")) != "LORA":
@@ -188,7 +188,7 @@ def _config_of(file: Path) -> dict[str, Any]:
 
 
 def _factors_of(file: Path, opened: ExitStack) -> dict[str, SlicedTensor]:
-    """The tensors of a file by the names that they have in the model."""
+    """Returns the tensors of a file by the names that they have in the model."""
     tensors = opened.enter_context(SafetensorsFile(file)).tensors
     if others := sorted(name for name in tensors if not (name.startswith(PREFIX) and name.endswith(FACTORS))):
         raise ValueError(

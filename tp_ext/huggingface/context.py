@@ -140,8 +140,8 @@ def _attend(
     layout: ContextLayout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention of transformers: q, k, v ``[batch, heads, seq_local, head_dim]`` -> ``[batch, seq_local, heads,
-    head_dim]``."""
+    """Computes an attention of transformers: q, k, v ``[batch, heads, seq_local, head_dim]`` -> ``[batch, seq_local,
+    heads, head_dim]``."""
     # Models whose blocks drop unknown keywords attend without it, to this rank's tokens alone
     if layout is None:
         raise ValueError(f"layout: must reach the attention of {type(module).__name__}, whose code does not pass it on")

@@ -18,7 +18,7 @@ OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf")  # of 
 
 
 def class_of(path: Path, model_class: type[transformers.PreTrainedModel] | None) -> type[transformers.PreTrainedModel]:
-    """The class asked for, or else the one that the configuration names."""
+    """Returns the class asked for, or else the configuration's."""
     if not path.is_dir():
         advice = "huggingface_hub.snapshot_download makes one"
         raise FileNotFoundError(f"path: {str(path)!r} must be a folder here, with config.json; {advice}")

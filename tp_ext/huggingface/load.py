@@ -273,7 +273,8 @@ def _plan(
     sequence_parallel: bool | str,
     blocks: int | None,
 ) -> auto.Plan:
-    """The plan of the model as it trains; as it infers, if its code then branches on random numbers (LayerDrop)."""
+    """Returns the plan of the model as it trains; as it infers, if its code then branches on random numbers
+    (LayerDrop)."""
     arguments = example_of(model, p if sequence_parallel else 1) if example is None else example
     options: dict[str, Any] = {"hints": hints, "sequence_parallel": sequence_parallel, "invariant_blocks": blocks}
     try:

@@ -31,7 +31,7 @@ def resize_token_embeddings(model: transformers.PreTrainedModel, *_: Any, **__: 
 
 
 def generate(model: transformers.PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """The model's ``generate`` with the generator of the first rank on all ranks, which so sample the same tokens.
+    """Runs the model's ``generate`` with the generator of the first rank on all ranks, which so sample the same tokens.
 
     Rank 0's own generator goes on as in one process, and so do those in the same state; others are left as they were.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of the generators from which weights on a device are drawn."""
+    """Returns the states of the generators from which weights on a device are drawn."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

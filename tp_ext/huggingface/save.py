@@ -116,7 +116,7 @@ def _whole(tensor: Tensor, ranks: Ranks) -> WholeTensor:
 
 
 def _files(tensors: dict[str, Tensor], max_size: int | str, ranks: Ranks) -> list[FileEntries]:
-    """The entries of each file, in the order of safetensors: wide dtypes first, then by name."""
+    """Returns the entries of each file, in the order of safetensors: wide dtypes first, then by name."""
     try:
         if not isinstance(max_size, str) and max_size < 1:
             raise ValueError

@@ -80,7 +80,7 @@ class Trainer(transformers.Trainer):
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_tp_size(self) -> int:
-        """The number of ranks that read the same batch."""
+        """Returns the number of ranks that read the same batch."""
         return self._ranks
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -138,12 +138,13 @@ class Trainer(transformers.Trainer):
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer itself, which accelerate wraps."""
+    """Returns the optimizer itself, which accelerate wraps."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _kind_of(checkpoint: Path) -> str | None:
-    """The name of the optimizer's state in a checkpoint; None: there is none, as ``save_only_model`` saves it."""
+    """Returns the name of the optimizer's state in a checkpoint; None: there is none, as ``save_only_model`` saves
+    it."""
     for name in (OPTIMIZER, FOREIGN_OPTIMIZER):
         if (checkpoint / name).exists() and (checkpoint / SCHEDULER).is_file():
             return name
@@ -157,7 +158,7 @@ def _kind_of(checkpoint: Path) -> str | None:
 
 
 def _named(path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[str, Any]:
-    """The state of an optimizer of the unsharded model, with names in place of the numbers of parameters.
+    """Returns the state of an optimizer of the unsharded model, with names in place of the numbers of parameters.
 
     torch numbers them in the order of the parameter groups, which is that of the model: the sharded one has it, too."""
     # Mapped: each rank reads its shards, and p copies of the full state would not fit the host

@@ -192,14 +192,14 @@ def load_optimizers(
 
 
 def save_plan(original: Original, state_dict: Mapping[str, Any], *args: Any) -> Any:
-    """The plan of ``dcp.save``. Raises RuntimeError if it would save a shard as the whole tensor."""
+    """Returns the plan of ``dcp.save``. Raises RuntimeError if it would save a shard as the whole tensor."""
     _check_places(state_dict, "dcp.save", "tp_ext.save_checkpoint")
     return original(state_dict, *args)
 
 
 def load_plan(original: Original, state_dict: Mapping[str, Any], metadata: Any, *args: Any, **options: Any) -> Any:
-    """The same of ``dcp.load``. Raises RuntimeError, too, if the checkpoint lacks elements that would stay as they are:
-    one that a rank has saved alone, by ``no_dist=True``."""
+    """Returns the plan of ``dcp.load``. Raises RuntimeError as :func:`save_plan`, and if the checkpoint lacks elements,
+    which would stay as they are: a rank has saved it alone, by ``no_dist=True``."""
     _check_places(state_dict, "dcp.load", "tp_ext.load_checkpoint")
     for key, value in state_dict.items():
         saved = metadata.state_dict_metadata.get(key)
@@ -235,8 +235,8 @@ def _common(offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int],
 
 
 def plan_of_safetensors(original: Original, writer: Any, plans: list[Any]) -> Any:
-    """The plan of torch's ``HuggingFaceStorageWriter``, whose files have one chunk of a tensor under a name. Raises
-    RuntimeError if a rank holds several, of which only the last would be written."""
+    """Returns the plan of torch's ``HuggingFaceStorageWriter``, whose files have one chunk of a tensor under a name.
+    Raises RuntimeError if a rank holds several, of which only the last would be written."""
     for plan in plans:
         name, count = max(
             Counter(item.index.fqn for item in plan.items).items(), key=lambda pair: pair[1], default=("", 0)

@@ -71,7 +71,7 @@ class Graph:
             self._unfused(node)
 
     def root(self, tensor: Tensor) -> Tensor:
-        """The tensor of which this one is a view, or that it equals."""
+        """Returns the tensor of which this one is a view, or that it equals."""
         while True:
             maker = self.record.maker.get(id(tensor))
             if id(tensor) in self._passed:
@@ -82,7 +82,7 @@ class Graph:
                 return tensor
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """The slice of a root that contains a view and is cut from it first, or the root."""
+        """Returns the slice of a root that contains a view and is cut from it first, or the root."""
         part = root = self.root(tensor)
         while tensor is not root:
             part = tensor if tensor.numel() < root.numel() else part
@@ -164,7 +164,8 @@ class Graph:
         return bool(flips % 2)
 
     def _is_bias(self, node: Node) -> bool:
-        """An addition of a vector to the result of a linear without a bias: a product of three dims has none."""
+        """Returns whether an operator adds a vector to the result of a linear without a bias: a product of three dims
+        has none."""
         vector = next((v for v in node.reads if v.parameter and v.tensor.dim() == 1), None)
         product = next((self.maker.get(id(v)) for v in node.reads if not v.parameter), None)
         if vector is None or product is None or product.kind != "linear" or product.bias is not None:
@@ -200,7 +201,7 @@ class Graph:
             self.readers[id_] = [node for node in dict.fromkeys(nodes) if id(node) not in gone]
 
     def _product_before(self, node: Node) -> tuple[Node | None, list[Node]]:
-        """The product of activations whose result a softmax reads, and the scales and masks in between."""
+        """Returns the product of activations whose result a softmax reads, and the scales and masks in between."""
         between: list[Node] = []
         while True:
             sources = [value for value in node.reads if value.per_token and value.depends and id(value) in self.maker]
@@ -214,12 +215,12 @@ class Graph:
             between.append(node)
 
     def sharded_atom(self, weight: TensorValue, dim: int) -> Atom | None:
-        """The slowest factor of a dim of a weight, if nothing needs it whole."""
+        """Returns the slowest factor of a dim of a weight, if nothing needs it whole."""
         slowest = list(majors(self.record.dims_of(weight.tensor)[dim]))
         return None if not slowest or any(major.atom.pinned for major in slowest) else slowest[0].atom
 
     def linears_of(self, value: TensorValue) -> set[Node]:
-        """The linears from whose results a value is made without another linear or attention."""
+        """Returns the linears from whose results a value is made without another linear or attention."""
         node = self.maker.get(id(value))
         if node is None:
             return set()

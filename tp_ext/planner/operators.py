@@ -98,7 +98,7 @@ class Operators:
     # ------------------------------------------------------------ linears
 
     def _shape(self, node: Node) -> tuple[int, int]:
-        """The inputs and outputs of a linear."""
+        """Returns the inputs and outputs of a linear."""
         assert node.weight is not None
         shape = node.weight.tensor.shape
         outputs = shape[0] if node.flipped else math.prod(shape[1:])
@@ -177,7 +177,7 @@ class Operators:
         return Op(kind, inputs, outputs, low_precision=head not in group, **options)
 
     def _keep(self, value: TensorValue, node: Node) -> float:
-        """The elements of a token that a value adds to those kept for backward."""
+        """Returns the elements of a token that a value adds to those kept for backward."""
         if id(value) in self.kept or not value.depends:
             return 0
         self.kept.add(id(value))
@@ -238,7 +238,7 @@ class Operators:
                 self.units[atom] = int(node.step.outputs[1].shape[-3])
 
     def _in_projection(self, node: Node, each: dict[str, Any]) -> Op:
-        """The linear of q, k and v inside of ``nn.MultiheadAttention``."""
+        """Returns the linear of q, k and v inside of ``nn.MultiheadAttention``."""
         weights = [value for value in node.reads if value.parameter and value.tensor.dim() == 2]
         biases = [value for value in node.reads if value.parameter and value.tensor.dim() == 1]
         for value in (*weights, *biases):
@@ -282,7 +282,7 @@ class Operators:
     # ------------------------------------------------------------ kernels
 
     def _kernel(self, nodes: list[Node]) -> Kernel | None:
-        """A kernel, or None for one of tables that all tokens share, such as angles and masks."""
+        """Returns a kernel, or None for one of tables that all tokens share, such as angles and masks."""
         inside = {id(value) for node in nodes for value in node.makes}
         values = [value for node in nodes for value in node.makes if value.per_token and value.depends]
         ends = {id(node) for node in nodes}
@@ -412,7 +412,7 @@ class Operators:
 
 
 def _elements(value: TensorValue, nodes: list[Node]) -> int:
-    """The elements of a value that operators read, each once."""
+    """Returns the elements of a value that operators read, each once."""
     parts: dict[int, int] = {}
     copies = 0
     for node in nodes:

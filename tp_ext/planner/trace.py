@@ -173,7 +173,7 @@ def _stand_ins(model: nn.Module, names: list[str], alike: list[int]) -> Iterator
 
 
 def _kinds(call: Any) -> list[Any]:
-    """The arguments of a call as far as equal blocks have them in common."""
+    """Returns the arguments of a call as far as equal blocks have them in common."""
     leaves = tree_leaves(call)
     return [
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
@@ -249,7 +249,7 @@ class _Reader:
         return work
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """The operators of each block, with those up to the next one."""
+        """Returns the operators of each block, with those up to the next one."""
         ranges = []
         for name in self.names:
             calls = [call for call in self.record.calls if call.module == name]
@@ -262,7 +262,7 @@ class _Reader:
         return [(start, stop) for (start, _), stop in zip(ranges, stops, strict=True)]
 
     def _stream(self) -> tuple[int, int]:
-        """The features of the activation between blocks, and the tokens of the example."""
+        """Returns the features of the activation between blocks, and the tokens of the example."""
         call = next(call for call in self.record.calls if call.module == self.names[0])
         tensors = [t for _, t in call.inputs if t.is_floating_point() and self.graph.value(t).per_token]
         if not tensors:
@@ -281,8 +281,8 @@ class _Reader:
         return int(shape[-2]) if len(shape) > 1 else tokens
 
     def _table(self, before: int) -> Node | None:
-        """The look-up of the vocabulary: that of the largest table before the blocks. Others are positions and types,
-        whose tables every rank has."""
+        """Returns the look-up of the vocabulary: the largest table before the blocks. Others are positions and
+        types, whose tables every rank has."""
         look_ups = [node for node in self.graph.nodes if node.kind == "look_up"]
         earlier = [node for node in look_ups if node.step.place < before]
         table = max(earlier, key=lambda node: node.weight.size if node.weight else 0, default=None)
@@ -292,7 +292,7 @@ class _Reader:
         return table
 
     def _head(self, after: int) -> Node | None:
-        """The last linear after the blocks; what follows it is the loss."""
+        """Returns the last linear after the blocks; what follows it is the loss."""
         return next((n for n in reversed(self.graph.nodes) if n.step.place >= after and n.kind == "linear"), None)
 
     def _check_parameters(self, work: Workload, used: dict[str, set[str]], tied: bool) -> None:

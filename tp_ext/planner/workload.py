@@ -345,7 +345,7 @@ def _head_sizes(heads: int, kv_heads: int, key: int, value: int) -> dict[str, An
 
 
 def _attention(hidden: int, core: Op, biases: Collection[str], rope: bool, qk_norm: str | None) -> tuple[Op, ...]:
-    """The operators of attention whose scores and products are ``core``."""
+    """Returns the operators of attention whose scores and products are ``core``."""
     heads, kv_heads, head_dim = core.heads, core.kv_heads, core.key_features
     each = _head_sizes(heads, kv_heads, head_dim, head_dim)
     width, turned = heads * head_dim, (heads + kv_heads) * head_dim
@@ -410,7 +410,7 @@ def _mlp(hidden: int, ffn: int, gated: bool, bias: bool) -> tuple[Op, ...]:
 
 
 def _experts(hidden: int, ffn: int, gated: bool, experts: int, top_k: int) -> tuple[Op, ...]:
-    """A router, the exchange of tokens, two grouped GEMMs, and the weighted sum of the results."""
+    """Returns a router, the exchange of tokens, two grouped GEMMs, and the weighted sum of the results."""
     routed: dict[str, Any] = {"experts": experts, "top_k": top_k}
     up, act, down = _mlp(hidden, ffn, gated, False)
     copies = Op("pointwise", moved_forward=2 * hidden, moved_backward=2 * hidden, sharded=True, top_k=top_k)

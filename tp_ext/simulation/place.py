@@ -37,7 +37,8 @@ class RankPlace:
         return f"{self.prefix}{_MARK}{serial}.rank{rank}:"
 
     def is_of_other_rank(self, group: str) -> bool:
-        """True if the group of that name is one of another simulated rank, or of a simulation inside of this one."""
+        """Returns whether the group of that name is one of another simulated rank, or of a simulation inside of this
+        one."""
         return group.startswith(_MARK) and (
             not group.startswith(self.prefix) or _MARK in group.removeprefix(self.prefix)
         )
