@@ -73,7 +73,7 @@ class Stage:
     part: int
     files: Sequence[str]
     quick: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 SUITE_OF_RANKS = [
@@ -122,28 +122,38 @@ def benchmarks() -> list[Path]:
     return [script for script in scripts if uses_harness.search(script.read_text())]
 
 
-def gpu() -> dict[str, str]:
-    """Name, driver and architecture of the first GPU; empty if torch has none."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
+def options(about: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options that all programs for a GPU have."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run, with --quick")
+    parser.add_argument("--quick", action="store_true", help="a few tests or one size, no figures to keep")
+    parser.add_argument("--size", type=int, help="MiB of the largest tensors (default: 256; --quick: 1)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: a folder of runs")
+    return parser
+
+
+def begin(program: str, args: argparse.Namespace, cores: int) -> dict[str, Any]:
+    """Returns the circumstances of a measurement, without which it means nothing later; nothing if its GPU is missing.
+
+    Makes a signal to end an exit, so that what runs is ended, too."""
+    gpu = args.device == "cuda"
+    if gpu and (torch.version.cuda is None or not torch.cuda.is_available()):
+        print(f"{program} needs a CUDA GPU: torch {torch.__version__} sees none (CUDA {torch.version.cuda})")
         return {}
-    name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    args.size = args.size or (1 if args.quick else 256)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         driver = "unknown"
-    return {"gpu": name, "driver": driver, "arch": "{}.{}".format(*capability)}
-
-
-def about(found: dict[str, str], cores: int) -> dict[str, Any]:
-    """The circumstances of a measurement, without which it means nothing later."""
-    made = stamp("cuda" if found else "cpu")
+    made = stamp(args.device)
     return {
         "commit": made["commit"],
-        "gpu": found.get("gpu"),
-        "driver": found.get("driver"),
-        "arch": found.get("arch"),
-        "cpu": None if found else made["device"],
+        "gpu": torch.cuda.get_device_name(0) if gpu else None,
+        "driver": driver if gpu else None,
+        "arch": "{}.{}".format(*torch.cuda.get_device_capability(0)) if gpu else None,
+        "cpu": None if gpu else made["device"],
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
@@ -302,53 +312,38 @@ class Plan:
     def correctness(self) -> list[Command]:
         """The longest first."""
         commands = [self._sanitizer("memcheck" if self.args.part == 1 else "racecheck")]
-        commands += [self._stage(name) for name, stage in STAGES.items() if not stage.environment]
+        commands += [self._pytest(name, stage) for name, stage in STAGES.items() if not stage.environment]
         own = {file for stage in STAGES.values() for file in stage.files}
         shared = [file for file in cuda_tests() if file not in own]
-        if self.args.quick:
-            shared = ["tests/kernels/test_norm.py"]
+        kernels = Stage(2, ["tests/kernels/test_norm.py"] if self.args.quick else shared, "autocast or rate")
         shards = max(1, min(8, self.cores // 2)) if self.args.part == 2 else 0
-        quick = "autocast or rate"
-        commands += [self._pytest("kernels", shared, quick, f"{i}/{shards}") for i in range(shards)]
+        commands += [self._pytest("kernels", kernels, f"{i}/{shards}") for i in range(shards)]
         return self._wanted([*commands, *(self._benchmark("benchmarks, checked", script) for script in self.scripts)])
 
     def shared_by_nccl(self) -> list[Command]:
         """One at a time: each rank waits for the others in a kernel, and the GPU's time goes round."""
-        return self._wanted([self._stage(name) for name, stage in STAGES.items() if stage.environment])
+        return self._wanted([self._pytest(name, stage) for name, stage in STAGES.items() if stage.environment])
 
     def timed(self) -> list[Command]:
         """Returns the stages, the new kernels first."""
         return self._wanted([self._benchmark("benchmarks", script) for script in self.scripts])
-
-    def _stage(self, name: str) -> Command:
-        stage = STAGES[name]
-        note = "needs a GPU" if self.args.device == "cpu" and stage.quick is None else ""
-        files = stage.files[:1] if self.args.quick else stage.files
-        return self._pytest(name, files, stage.quick, note=note, environment=stage.environment)
 
     def _wanted(self, commands: list[Command]) -> list[Command]:
         parts = {name: stage.part for name, stage in STAGES.items()}
         commands = [command for command in commands if parts.get(command.stage, self.args.part) == self.args.part]
         return [command for command in commands if re.search(self.args.stages, command.stage)]
 
-    def _pytest(
-        self,
-        stage: str,
-        files: Sequence[str],
-        quick: str | None,
-        shard: str = "",
-        note: str = "",
-        environment: Mapping[str, str] | None = None,
-    ) -> Command:
+    def _pytest(self, name: str, stage: Stage, shard: str = "") -> Command:
+        gpu, files = self.args.device == "cuda", stage.files[:1] if self.args.quick else stage.files
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-        argv += ["-m", "cuda" if self.args.device == "cuda" else "not cuda"]
-        argv += ["-k", quick or ""] if self.args.quick else []
-        argv += ["--maxfail=3"] if environment else []  # each that hangs takes its deadline
+        argv += ["-m", "cuda" if gpu else "not cuda"]
+        argv += ["-k", stage.quick or ""] if self.args.quick else []
+        argv += ["--maxfail=3"] if stage.environment else []  # each that hangs takes its deadline
         if importlib.util.find_spec("pytest_timeout") is None:  # the settings name its option
             argv += ["-o", "addopts=-ra --strict-markers"]
-        more = dict(environment or {}) if self.args.device == "cuda" else {}
-        more |= {"TP_EXT_SHARD": shard} if shard else {}
-        return Command(stage, shard or "pytest", argv, self.environment | more, note=note)
+        more = (stage.environment if gpu else {}) | ({"TP_EXT_SHARD": shard} if shard else {})
+        note = "" if gpu or stage.quick is not None else "needs a GPU"
+        return Command(name, shard or "pytest", argv, self.environment | more, note=note)
 
     def _sanitizer(self, tool: str) -> Command:
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
@@ -376,31 +371,21 @@ class Plan:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Builds, tests and times everything on a GPU.")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run, with --quick")
+    parser = options("Builds, tests and times everything on a GPU.")
     parser.add_argument("--built", action="store_true", help="the library has been built: test and time it as it is")
-    parser.add_argument("--quick", action="store_true", help="a few tests, benchmarks without figures to quote")
-    parser.add_argument("--size", type=int, help="MiB of the benchmarks' activations (default: 256; --quick: 1)")
     parser.add_argument("--benchmarks", default="", metavar="PATTERN", help="those whose script's name matches")
     parser.add_argument("--stages", default="", metavar="PATTERN", help="those whose name matches, and the build")
     parser.add_argument("--part", type=int, default=1, choices=[1, 2], help="of the check; 1 has what is worth most")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="default: runs/gpu_check; of part 2: runs/gpu_check_2"
-    )
     args = parser.parse_args(arguments)
-    args.size = args.size or (1 if args.quick else 256)
-    args.out = args.out or ROOT / "runs" / ("gpu_check" if args.part == 1 else "gpu_check_2")
-    found = gpu() if args.device == "cuda" else {}
-    if args.device == "cuda" and not found:
-        print(f"gpu-check needs a CUDA GPU: torch {torch.__version__} sees none (CUDA {torch.version.cuda})")
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     cores = len(os.sched_getaffinity(0))
-    run = Run(args.out, about(found, cores))
+    about = begin("gpu-check", args, cores)
+    if not about:
+        return 2
+    run = Run(args.out or ROOT / "runs" / ("gpu_check" if args.part == 1 else "gpu_check_2"), about)
     print(", ".join(f"{key} {value}" for key, value in run.results.items() if isinstance(value, str)), flush=True)
     earlier = USUAL_BUILD if args.built else 0.0
     with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
-        plan = Plan(args, cores, found.get("arch", ""), Path(scratch), run.rows)
+        plan = Plan(args, cores, about["arch"] or "", Path(scratch), run.rows)
         try:
             run.together(plan.build(), 1, BUILD)
             if not run.failed():

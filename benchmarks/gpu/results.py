@@ -104,14 +104,12 @@ def markdown(results: Row) -> str:
         for row in results["rows"]
         if row["pass"] == "fwd+bwd" or (row["kernel"], row["case"].removesuffix(row["pass"])) not in both
     ]
-    head = ["kernel", "ms", "TB/s", "of a copy"]
     peers = ["torch eager", "torch.compile"]
-    titles = [*head, *(f"{peer}, ms" for peer in peers), "others, ms"]
+    titles = ["kernel", "ms", "of a copy", *(f"{peer}, ms" for peer in peers), "others, ms"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
-        share, speed = row["share_of_copy"], row["gb_per_s"]
-        cells = [f"{row['kernel']}, {row['case']}", f"{row['ms']:.3f}", f"{speed / 1e3:.2f}" if speed else ""]
-        cells += [f"{share:.0%}" if share else ""]
+        share = f"{row['share_of_copy']:.0%}" if row["share_of_copy"] else ""
+        cells = [f"{row['kernel']}, {row['case']}", f"{row['ms']:.3f}", share]
         cells += [f"{row['peers_ms'][peer]:.3f}" if peer in row["peers_ms"] else "" for peer in peers]
         cells += [", ".join(f"{peer} {ms:.3f}" for peer, ms in row["peers_ms"].items() if peer not in peers)]
         lines.append(f"| {' | '.join(cells)} |")

@@ -9,10 +9,8 @@ faster than the rule by more than noise. FOLDER/tune.json and the table are writ
 first; entries of other architectures stay. The next build reads the table.
 """
 
-import argparse
 import json
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.check import ROOT, about, gpu
+from benchmarks.gpu.check import ROOT, begin, options
 from benchmarks.lib.harness import Case, compare, run, torch_peers
 from benchmarks.lib.timing import Call
 from tp_ext import _C, _ops
@@ -189,24 +187,18 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]], arch: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Finds the fastest launch of each family of kernels on this GPU.")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run, with --quick")
-    parser.add_argument("--quick", action="store_true", help="one size, no figures to keep")
+    parser = options("Finds the fastest launch of each family of kernels on this GPU.")
     parser.add_argument("--families", default="", metavar="PATTERN", help="those whose name matches")
-    parser.add_argument("--size", type=int, help="MiB of the largest tensor (default: 256; --quick: 1)")
     parser.add_argument("--seconds", type=float, default=330.0, help="no width is begun after as many")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_tune", metavar="FOLDER")
     args = parser.parse_args(arguments)
-    found = gpu() if args.device == "cuda" else {}
-    if args.device == "cuda" and not found:
-        print(f"gpu-tune needs a CUDA GPU: torch {torch.__version__} sees none (CUDA {torch.version.cuda})")
+    results = begin("gpu-tune", args, torch.get_num_threads())
+    if not results:
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    start, arch = time.monotonic(), int(found.get("arch", "0.0").replace(".", ""))
-    args.out.mkdir(parents=True, exist_ok=True)
-    table = TABLE if found else args.out / TABLE.name
-    results: dict[str, Any] = about(found, torch.get_num_threads()) | {"rows": [], "failed": {}, "left_out": []}
-    size = (args.size or (1 if args.quick else 256)) << 20
+    start, arch = time.monotonic(), int((results["arch"] or "0.0").replace(".", ""))
+    folder = args.out or ROOT / "runs" / "gpu_tune"
+    folder.mkdir(parents=True, exist_ok=True)
+    table = TABLE if results["gpu"] else folder / TABLE.name
+    results |= {"rows": [], "failed": {}, "left_out": []}
     for subject in subjects():
         name = f"{subject.family} {subject.width} {subject.dtype}"
         if not re.search(args.families, subject.family):
@@ -216,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             try:
                 seconds, turns = (0.0, 1) if args.quick else (0.4, 10)
-                results["rows"].append(measure(subject, args.device, size, seconds, turns))
+                results["rows"].append(measure(subject, args.device, args.size << 20, seconds, turns))
                 write_table(table, results["rows"], arch)
                 row = results["rows"][-1]
                 print(name, *(f"{key} {row[key]}" for key in ("rule_ms", "copy_ms", "peer_ms", "best")), flush=True)
@@ -224,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
                 results["failed"][name] = repr(error)
                 print(f"{name}: FAILED {error!r}", flush=True)
         results["seconds"] = round(time.monotonic() - start, 1)
-        (args.out / "tune.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / "tune.json").write_text(json.dumps(results, indent=1) + "\n")
     print(f"{len(results['rows'])} widths, {len(results['left_out'])} left out: {args.out / 'tune.json'}, {table}")
     return 1 if results["failed"] else 0
 
