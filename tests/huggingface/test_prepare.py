@@ -3,6 +3,7 @@
 import contextlib
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -139,15 +140,20 @@ def test_named_checkpoints(tmp_path):
 
 
 def test_objects_are_gathered():
-    """Rows that are no tensors are gathered, too."""
-    for own in run(gather_names, 4):
-        assert own == ["rank 0", "rank 1"]
+    """Rows that are no tensors are gathered, too. In the last batch a list of objects is cut, not tensors in it."""
+    for names, tensors in run(gather_objects, 4):
+        assert names == ["rank 0", "rank 1"] and tensors == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
 
 
-def gather_names(group):
+def gather_objects(group):
     with accelerator(group) as own:
         prepare(own, build(group, 2))
-        return own.gather_for_metrics([f"rank {group.rank() // 2}"])
+        data_rank = group.rank() // 2
+        names = own.gather_for_metrics([f"rank {data_rank}"])
+        state = types.SimpleNamespace(end_of_dataloader=True, remainder=3)
+        with mock.patch.object(own, "gradient_state", state):
+            tensors = own.gather_for_metrics([torch.full((3,), data_rank)] * 2, use_gather_object=True)
+        return names, [tensor.tolist() for tensor in tensors]
 
 
 def triggers_and_splits(group):

@@ -63,7 +63,7 @@ def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> acce
     check_new(accelerator, world)
     if world > 1:
         share(accelerator, model)
-        accelerator.gather_for_metrics = functools.partial(_own_values, accelerator)
+        accelerator.gather_for_metrics = functools.partial(without_repeated_rows, accelerator)
         for name, advice in _SHARDS.items():
             setattr(accelerator, name, _refused(name, advice))
     return accelerator
@@ -159,8 +159,9 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
         )
 
 
-def _own_values(accelerator: Any, values: Any, use_gather_object: bool = False) -> Any:
-    state = accelerator.gradient_state  # all ranks have all values; only the last batch is cut, as in one process
+def without_repeated_rows(accelerator: Any, values: Any, use_gather_object: bool = False) -> Any:
+    """Returns the values of a batch; of the last one, which accelerate fills up, the rows that are its own."""
+    state = accelerator.gradient_state
     if not (state.end_of_dataloader and state.remainder > 0):
         return values
     try:

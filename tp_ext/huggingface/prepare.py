@@ -28,7 +28,7 @@ from tp_ext._object_collectives import (
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.full import full_state_dict
 from tp_ext.group import process_group
-from tp_ext.huggingface.accelerator import check_new, share
+from tp_ext.huggingface.accelerator import check_new, share, without_repeated_rows
 from tp_ext.model.census import census
 from tp_ext.outside.trainers import check_replicated
 from tp_ext.parallel.replicas import check_layers, copy_from_first
@@ -198,13 +198,9 @@ class _AcceleratorMethods:
             rows = self.gather(values)
         except TypeError:  # not tensors
             rows = [row for values_of_rank in all_gather_objects(values, self.group) for row in values_of_rank]
-        state = self.accelerator.gradient_state
+            use_gather_object = True
         # accelerate fills up the last batch of all data ranks with rows of the first ones
-        if not (state.end_of_dataloader and state.remainder > 0):
-            return rows
-        if isinstance(rows, list) and not all(isinstance(row, Tensor) for row in rows):
-            return rows[: state.remainder]
-        return recursively_apply(lambda tensor: tensor[: state.remainder], rows)
+        return without_repeated_rows(self.accelerator, rows, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         def over_data(tensor: Tensor) -> Tensor:
