@@ -8,8 +8,8 @@ TYPE_BUGS = [
     Mutation(
         "type_of_a_copied_value",
         "tp_ext/debug/type_rules.py",
-        "src=I, dst=R) if group else x",
-        "src=I, dst=I) if group else x",
+        "return converted(x, group, Type.I, Type.R)",
+        "return x",
         "A replicated value stays invariant where each rank computes another part with it.",
         (f"{TESTS}::test_every_collective_of_a_layer_is_needed",),
     ),
