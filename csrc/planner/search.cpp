@@ -7,7 +7,7 @@
 namespace tp_ext::planner {
 namespace {
 
-// tp_ext/parallel/pipeline/schedules.py, check_microbatches
+// tp_ext/parallel/schedules.py, check_microbatches
 bool runs(const std::string& schedule, int64_t microbatches, int64_t pp, int64_t stages) {
   if ((schedule == "1F1B" || schedule == "DualPipeV") && microbatches < stages) return false;
   if (schedule == "Interleaved1F1B" || schedule == "InterleavedZeroBubble")

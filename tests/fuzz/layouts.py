@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 
-from tp_ext.parallel.pipeline.schedules import SCHEDULES, check_microbatches, number_of_stages_per_rank
+from tp_ext.parallel.schedules import SCHEDULES, check_microbatches, number_of_stages_per_rank
 from tp_ext.sharding import head_parts
 
 AXES = ("pp", "dp", "ep", "cp", "tp")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import tp_ext
 from tests.helpers.planned_model import Model
 from tp_ext import planner
-from tp_ext.parallel.pipeline.schedules import SCHEDULES
+from tp_ext.parallel.schedules import SCHEDULES
 from tp_ext.planner import Layout, predict
 
 SIZES = {"layers": 4, "hidden": 32, "heads": 8, "ffn": 64, "vocab": 64, "seq": 16}

@@ -119,6 +119,17 @@ def test_imports_have_no_cycle():
     assert set(graph.static_order()) == set(MODULES)  # raises CycleError
 
 
+def test_rooms_have_no_cycle():
+    """A file next to a folder may be imported by the files in it or import them, not both."""
+    rooms: dict[str, set[str]] = {}
+    for name, file in MODULES.items():
+        room = ".".join(name.split(".")[:3])
+        rooms.setdefault(room, set()).update(
+            {".".join(other.split(".")[:3]) for other in imported_modules(file)} - {room}
+        )
+    assert set(graphlib.TopologicalSorter(rooms).static_order()) == set(rooms)  # raises CycleError
+
+
 def test_imports_are_at_the_top():
     """A lazy import hides an arrow. The build information loads _C, by name, when it must."""
     lazy = [
@@ -403,6 +414,7 @@ def test_published_bugs_are_listed():
 
 # Files of up to 600 lines, with the one thing that they are: cut in two, both parts would need the other
 WHOLE = {
+    "tests/repo/test_tree.py": "a list: the rules of the tree",
     "tp_ext/auto/search/flow.py": "a class",
     "tp_ext/debug/type_rules.py": "a table: a rule for each operator",
     "tp_ext/parallel/grad_norm.py": "a norm, of every order, over one kind of rows",

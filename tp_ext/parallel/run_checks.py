@@ -20,7 +20,7 @@ from tp_ext.mesh import DATA_AXES, MeshAxes
 from tp_ext.model.census import Census
 from tp_ext.model.module import ParallelModule
 from tp_ext.parallel.block_wrappers import RECOMPUTE
-from tp_ext.parallel.pipeline.schedules import check_schedule
+from tp_ext.parallel.schedules import check_schedule
 
 AUTOCAST = (None, torch.bfloat16, torch.float16)
 

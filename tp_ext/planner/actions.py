@@ -6,7 +6,7 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 from tp_ext._build import load
-from tp_ext.parallel.pipeline.schedules import SCHEDULES, check_microbatches, check_schedule, number_of_stages_per_rank
+from tp_ext.parallel.schedules import SCHEDULES, check_microbatches, check_schedule, number_of_stages_per_rank
 
 KINDS = {"F": 0, "B": 1, "I": 2, "W": 3}
 """The numbers of the kinds in csrc/planner/pipeline.h."""

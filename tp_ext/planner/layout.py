@@ -9,7 +9,7 @@ from torch.distributed import DeviceMesh
 
 from tp_ext._checks import check_bool, check_choice, check_int
 from tp_ext.mesh import AXES, init_mesh
-from tp_ext.parallel.pipeline.schedules import SCHEDULES, check_schedule
+from tp_ext.parallel.schedules import SCHEDULES, check_schedule
 from tp_ext.planner.machine import CLASSES
 from tp_ext.planner.values import Value
 

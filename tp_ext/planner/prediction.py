@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tp_ext._checks import check_int, check_path
-from tp_ext.parallel.pipeline.schedules import SCHEDULES, check_microbatches
+from tp_ext.parallel.schedules import SCHEDULES, check_microbatches
 from tp_ext.planner.core import dtypes_of, layout_of, planner_of
 from tp_ext.planner.layout import Layout
 from tp_ext.planner.machine import Cluster

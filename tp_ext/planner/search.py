@@ -7,7 +7,7 @@ from typing import Any
 
 from tp_ext._build import load
 from tp_ext._checks import check_choice, check_int
-from tp_ext.parallel.pipeline.schedules import SCHEDULES
+from tp_ext.parallel.schedules import SCHEDULES
 from tp_ext.planner.actions import library_schedule
 from tp_ext.planner.core import layout_from, layout_of, machine_of, workload_of
 from tp_ext.planner.layout import Layout

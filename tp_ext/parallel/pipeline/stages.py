@@ -20,17 +20,17 @@ from tp_ext.model.layouts import MIRRORED
 from tp_ext.model.names import name_joined, reset_parameters
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
 from tp_ext.parallel.pipeline.parts import parts_of, watch_reads
-from tp_ext.parallel.pipeline.schedules import (
-    check_microbatches,
-    check_pipeline_model,
-    known_schedule,
-    number_of_stages_per_rank,
-)
 from tp_ext.parallel.pipeline.shapes import Precision, ShapeModel
 from tp_ext.parallel.pipeline.split import Split, split_blocks
 from tp_ext.parallel.pipeline.steps import PipelineSetup, PipelineSteps
 from tp_ext.parallel.pipeline.tied import TiedWeights
 from tp_ext.parallel.run_checks import check_model_is_new, check_shards, note_parallelized
+from tp_ext.parallel.schedules import (
+    check_microbatches,
+    check_pipeline_model,
+    known_schedule,
+    number_of_stages_per_rank,
+)
 from tp_ext.parallel.step_loss import StepLoss
 
 Fsdp = None | DeviceMesh | Mapping[str, Any]

@@ -18,9 +18,9 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
 from tp_ext.parallel.pipeline.clock import Clock, TimedStage
 from tp_ext.parallel.pipeline.parts import ReadParameterError
-from tp_ext.parallel.pipeline.schedules import Schedule, check_hooks, refuse_recomputation
 from tp_ext.parallel.pipeline.shapes import Shape, ShapeModel, StageShapes, calls_of_checkpoint
 from tp_ext.parallel.pipeline.tied import TiedWeights
+from tp_ext.parallel.schedules import Schedule, check_hooks, refuse_recomputation
 from tp_ext.parallel.step_loss import StepLoss
 from tp_ext.random_scope import base
 
