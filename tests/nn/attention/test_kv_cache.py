@@ -98,19 +98,20 @@ def test_left_padded_prompts_come_out_as_they_would_alone(name, p, static):
             close(y, dense(options, state, text[None])[0])
 
 
+@pytest.mark.parametrize("given", [torch.tensor, list, tuple])
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
-def test_truncate_forgets_and_reorder_shuffles(static):
+def test_truncate_forgets_and_reorder_shuffles(static, given):
     module = loaded(None, CASES["all"], oracle.random_state(make(CASES["all"])))
     x = torch.randn(3, SEQ, HIDDEN, dtype=torch.float64)
     order = torch.tensor([2, 0, 0])
-    cache = module.new_cache(3, SEQ, static=static).reset(padding=torch.tensor([0, 1, 2]))
+    cache = module.new_cache(3, SEQ, static=static).reset(padding=given([0, 1, 2]))
     with torch.inference_mode():
         module(x[:, :4], cache=cache)
         assert cache.length == 4
         for drafts in (torch.randn(3, 2, HIDDEN).double(), x[:, 4:5]):  # the first two are rejected
             cache.truncate(4)
             y = module(drafts, cache=cache)
-        shuffled = module(x[order, 5:], cache=cache.reorder(order))
+        shuffled = module(x[order, 5:], cache=cache.reorder(given([2, 0, 0])))
         again = module.new_cache(3, SEQ).reset(padding=torch.tensor([0, 1, 2])[order])
         want = in_steps(module, x[order], again, [4, 1, 1])
     close(y[order], want[:, 4:5])
@@ -205,7 +206,10 @@ def _call(group, options, how, static=False, sp=False):
             "padding shape": lambda: cache.reset(padding=torch.zeros(3, dtype=torch.long)),
             "padding range": lambda: cache.reset(padding=torch.tensor([0, 4])),
             "padding dtype": lambda: cache.reset(padding=torch.tensor([0.0, 1])),
+            "padding list": lambda: cache.reset(padding=[0, 1.5]),
+            "padding number": lambda: cache.reset(padding=1),
             "reorder": lambda: cache.reorder(torch.tensor([0])),
+            "reorder list": lambda: cache.reorder([0, True]),
             "max_seq": lambda: module.new_cache(2, 0),
         }[how]()
 
@@ -225,6 +229,9 @@ def _call(group, options, how, static=False, sp=False):
         ("padding shape", {}, ValueError, r"padding: shape \(3,\) must be \[batch_size = 2\]"),
         ("padding range", {}, ValueError, r"padding: \[0, 4\] must be in \[0, max_seq = 4\)"),
         ("padding dtype", {}, TypeError, "padding: dtype torch.float32"),
+        ("padding list", {}, TypeError, "padding: 1.5 must be an integer"),
+        ("padding number", {}, TypeError, "padding: int must be a tensor"),
+        ("reorder list", {}, TypeError, "index: True must be an integer"),
         ("reorder", {}, ValueError, r"index: shape \(1,\) must be \[batch_size = 2\]"),
         ("max_seq", {}, ValueError, "max_seq: 0 must be"),
     ],

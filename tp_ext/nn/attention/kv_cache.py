@@ -86,16 +86,18 @@ class TokenCache(nn.Module):
             self._length = length
 
     @torch.no_grad()
-    def reset(self, padding: Tensor | None = None) -> Self:
+    def reset(self, padding: Tensor | Sequence[int] | None = None) -> Self:
         """Empties the cache for new prompts.
 
         Args:
-            padding: ``[batch_size]``, integers: the number of leading padding tokens of each prompt; default 0.
+            padding: ``[batch_size]``, integers, a tensor or a list: the number of leading padding tokens of each
+                prompt; default 0.
 
         Raises:
             ValueError: another shape, counts outside [0, max_seq). TypeError: counts that are no integers.
         """
         if padding is not None:
+            padding = self._integers("padding", padding)
             if padding.is_floating_point() or padding.is_complex() or padding.dtype == torch.bool:
                 raise TypeError(f"padding: dtype {padding.dtype} must be an integer type")
             if padding.shape != (self.batch_size,):
@@ -122,17 +124,17 @@ class TokenCache(nn.Module):
         return self
 
     @torch.no_grad()
-    def reorder(self, index: Tensor) -> Self:
+    def reorder(self, index: Tensor | Sequence[int]) -> Self:
         """Continues sequence i from the state of sequence ``index[i]``, for beam search; in place, for CUDA graphs.
 
         Args:
-            index: ``[batch_size]``, integers, the same on all ranks.
+            index: ``[batch_size]``, integers, a tensor or a list, the same on all ranks.
 
         Raises:
-            TypeError: no tensor of integers. ValueError: another shape. IndexError (CPU; a device assert on CUDA): no
+            TypeError: no integers. ValueError: another shape. IndexError (CPU; a device assert on CUDA): no
                 such sequence.
         """
-        check_tensor(index=index)
+        index = self._integers("index", index)
         if index.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"index: {index.dtype} must be torch.int64 or torch.int32")
         if index.is_cpu and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch_size:
@@ -144,6 +146,16 @@ class TokenCache(nn.Module):
         for buffer in (*(cached[:, :, :filled] for cached in self._held()), self.padding):
             buffer.copy_(buffer.index_select(0, index))
         return self
+
+    def _integers(self, name: str, values: Tensor | Sequence[int]) -> Tensor:
+        """Returns the tensor of a list of integers; a tensor as it is."""
+        if isinstance(values, list | tuple):
+            for value in values:
+                check_int(**{name: value})
+            return torch.tensor(values, dtype=torch.int64, device=self.padding.device)
+        check_tensor(**{name: values})
+        assert isinstance(values, Tensor)
+        return values
 
     def positions(self, n: int) -> Tensor:
         """Returns the positions of the next n tokens, for RoPE: ``[batch_size, n]``, or ``[1, n]`` if all sequences
