@@ -189,7 +189,7 @@ def _merged(group, case):
     layer.merge()
     torch.testing.assert_close(layer(x), before, **close)
     tp_ext.debug.check(layer, group=group)
-    full = tp_ext.full_state_dict(layer, group=group)["base_layer.weight"]
+    full = tp_ext.full_state_dict(layer.base_layer, group=group)["weight"]  # the merged layer itself has no state
     layer.unmerge()
     torch.testing.assert_close(layer.base_layer.weight, unmerged, **close)
     torch.testing.assert_close(layer(x), before, **close)

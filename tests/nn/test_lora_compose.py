@@ -289,7 +289,56 @@ def test_a_shared_module_stays_shared():
     torch.testing.assert_close(base.weight - weight, (base.weight - weight)[:1].expand(6, 4))  # once
 
 
+def test_adapters_are_in_the_mode_of_their_layer():
+    model = Shared().eval()
+    model.second.train()
+    tp_ext.add_lora(model, targets="down", r=2, alpha=4, dropout=0.5)
+    assert not any(module.training for module in model.first.down.modules())
+    assert all(module.training for module in model.second.down.modules())
+
+
 # Errors
+
+
+def _adapted(group):
+    model = nn.Sequential(COLUMN(4, 6, group=group))
+    tp_ext.add_lora(model, targets="*", r=2, alpha=4)
+    nn.init.ones_(model[0].lora_B.weight)
+    return model
+
+
+STATES = {  # what reads the state of one model, and writes it to another
+    "state_dict": lambda model, other, _: other.load_state_dict(model.state_dict()),
+    "full": lambda model, other, _: tp_ext.load_full_state_dict(other, tp_ext.full_state_dict(model)),
+    "checkpoint": lambda model, other, path: (tp_ext.save_checkpoint(path, model), tp_ext.load_checkpoint(path, other)),
+    "safetensors": lambda model, other, path: (
+        tp_ext.save_safetensors(path, model),
+        tp_ext.load_safetensors(path, other),
+    ),
+    "refit": lambda model, other, _: tp_ext.refit.plan(model, other).run(),
+}
+
+
+def _states(rank, group, how, merged, path):
+    """The state of adapters that are merged in the source, in the target, or again apart."""
+    x, model, other = torch.randn(3, 4), _adapted(group), _adapted(group)
+    want = model(x)
+    {"source": model, "target": other, "neither": other}[merged][0].merge()
+    if merged == "neither":
+        other[0].unmerge()
+        STATES[how](model, other, path)
+        torch.testing.assert_close(other(x), want)
+        return
+    before = [param.clone() for param in other.parameters()]
+    with pytest.raises(ValueError, match="0: must not be merged where its state is saved or loaded: unmerge"):
+        STATES[how](model, other, path)
+    assert all(map(torch.equal, other.parameters(), before))
+
+
+@pytest.mark.parametrize("merged", ["source", "target", "neither"])
+@pytest.mark.parametrize("how", STATES)
+def test_a_merged_adapter_has_no_state(how, merged, tmp_path):
+    tp_ext.debug.simulate(_states, 2, how, merged, tmp_path / "state")
 
 
 def _errors(group, what):

@@ -161,6 +161,7 @@ class LoRALinear(ParallelModule):
 
     def merge(self) -> None:
         """Adds the adapter to the base weight, W += (alpha / r) B A, which is then used alone. Communicates nothing.
+        A merged layer has no state dict, and loads none.
 
         Raises:
             ValueError: it is already merged, FSDP2 has sharded the weights, or the base's weight was quantised or is
@@ -193,6 +194,23 @@ class LoRALinear(ParallelModule):
             wide = torch.promote_types(weight.dtype, torch.float32)
             target.copy_(target + sign * self.scaling * (left.to(wide, copy=True) @ right.to(wide)))
         self.merged = merged
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._refuse_merged(prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self._refuse_merged(prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _refuse_merged(self, prefix: str) -> None:
+        """Raises a ValueError if the base weight has the adapter in it, of which the names of a state say nothing: a
+        layer that loads it would add the adapter again."""
+        if self.merged:
+            raise ValueError(
+                f"{prefix.removesuffix('.') or 'LoRALinear'}: must not be merged where its state is saved or loaded: "
+                "unmerge() it, or tp_ext.merge_lora(model), whose states have no adapter"
+            )
 
     def extra_repr(self) -> str:
         return f"r={self.r}, scaling={self.scaling}, dropout={self.dropout}, merged={self.merged}"
@@ -265,7 +283,7 @@ def add_lora(
             continue
         assert isinstance(base, _BASES)
         if base not in wrapped:
-            wrapped[base] = LoRALinear(base, r, alpha=alpha, dropout=dropout)
+            wrapped[base] = LoRALinear(base, r, alpha=alpha, dropout=dropout).train(base.training)
             if base_name := base.__dict__.get("tp_name"):
                 name_modules(wrapped[base], prefix=base_name)
         model.set_submodule(name, wrapped[base])
