@@ -18,6 +18,7 @@ structure of tensors. A value that does not vary along an axis is made to vary f
 times the value, as in JAX. Axes of one rank are free. Each has the name of its counterpart in ``jax.lax``.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.partition_spec import Names
 from tp_ext.mesh_program.permutation import Pairs, check_permutation, exchanged, permuted
 from tp_ext.mesh_program.scope import checked, groups_of, made_uneven, note_uneven
+from tp_ext.mesh_program.uneven import lengths_by_group
 from tp_ext.mesh_program.varying import as_varying, axes_of, lengths_of, plain, refuse_write, typed
 
 __all__ = [
@@ -59,10 +61,7 @@ def axis_size(axis: Names) -> int:
 
 def axis_size_of(axis: Names, function: str) -> int:
     """Returns the number of ranks of the axes, for a function that errors name."""
-    size = 1
-    for group in groups_of(axis, function).values():
-        size *= group.size
-    return size
+    return math.prod([group.size for group in groups_of(axis, function).values()])
 
 
 def axis_index(axis: Names, device: torch.device | str | None = None) -> Tensor:
@@ -171,7 +170,7 @@ def all_gather(
     """Concatenates the ranks' x along ``dim``.
 
     Args:
-        sizes: the length of each rank's x, of one axis; default all equal to this rank's.
+        sizes: the length of each rank's x, of one axis; default: all equal, or of uneven shards those that ranks tell.
         invariant: False: the result counts as varying, for work that differs between the ranks; dx = this rank's slice
             of the sum of dy. True: it does not vary, for work that is the same on all ranks; dx = this rank's slice of
             dy (``all_gather_invariant`` in JAX).
@@ -180,19 +179,17 @@ def all_gather(
     """
     sizes = _sizes(sizes, axis, "all_gather")
     region = regions.gather_from if invariant else regions.all_gather
-    return _each(
-        lambda t: _over(
-            t,
-            axis,
-            "all_gather",
-            lambda t, group, dim: region(t, group, dim, sizes),
-            _dim(t, dim, "all_gather"),
-            varies=not invariant,
-            inner_first=True,
-        ),
-        x,
-        "all_gather",
-    )
+
+    def each(t: Tensor) -> Tensor:
+        joined = _dim(t, dim, "all_gather")
+        lengths = {} if sizes else lengths_by_group(t, groups_of(axis, "all_gather"), "all_gather", joined)
+
+        def gather(t: Tensor, group: ParallelGroup) -> Tensor:
+            return region(t, group, joined, sizes or lengths.get(group.name))
+
+        return _over(t, axis, "all_gather", gather, varies=not invariant, inner_first=True)
+
+    return _each(each, x, "all_gather")
 
 
 def all_to_all(
@@ -228,7 +225,7 @@ def all_to_all(
 
     def each(t: Tensor) -> Tensor:
         dims = _dim(t, split_dim, "all_to_all", "split_dim"), _dim(t, concat_dim, "all_to_all", "concat_dim")
-        return _at_once(t, axis, "all_to_all", lambda t: exchange(t, *dims))
+        return _at_once(t, axis, "all_to_all", lambda t: exchange(t, *dims), alike=not sizes[1])
 
     return _each(each, x, "all_to_all")
 
@@ -283,13 +280,20 @@ def _over(
                 y = collective(y, group, *dims)
         return y
 
-    return _at_once(x, axis, function, all_axes, varies=varies)
+    return _at_once(x, axis, function, all_axes, varies=varies, alike=not inner_first)
 
 
 def _at_once(
-    x: Tensor, axis: Names, function: str, collective: Callable[[Tensor], Tensor], *, varies: bool = True
+    x: Tensor,
+    axis: Names,
+    function: str,
+    collective: Callable[[Tensor], Tensor],
+    varies: bool = True,
+    alike: bool = True,
 ) -> Tensor:
-    """Applies a function that communicates over all axes to x, plain."""
+    """Applies a function that communicates over all axes to x, plain; ``alike``: of one shape on all ranks."""
+    if alike:
+        lengths_by_group(x, groups_of(axis, function), function, None)
     groups = {name: group.name for name, group in groups_of(axis, function).items()}
     x = as_varying(x, groups) if checked() else x
     axes = {name: group for name, group in axes_of(x).items() if varies or name not in groups}

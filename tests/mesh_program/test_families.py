@@ -171,17 +171,6 @@ def test_shards_that_do_not_fit_together_are_an_error_on_all_ranks(group):
     dist.barrier()
 
 
-def _two_axes_uneven(group):
-    x = torch.arange(35.0).view(7, 5)
-    for spec in P("x", "y"), P(("x", "y")), P(("y", "x")), P(None, ("y", "x")), P("y", "x"):
-        assert torch.equal(_over(_mesh(2, 2), lambda a: a * 2, spec, spec)(x), 2 * x)
-
-
-@pytest.mark.parametrize("run", [ranks.run, simulated.run])
-def test_uneven_shards_of_two_axes(run):
-    run(_two_axes_uneven, 4)
-
-
 PERMUTATIONS = {
     "none": [],
     "one": [(0, 3)],

@@ -1,25 +1,24 @@
 """A function of each rank's shards as a function of full tensors: torch's counterpart of ``jax.shard_map``."""
 
 import functools
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tp_ext._checks import check_bool
-from tp_ext.group import ParallelGroup, parallel_group, process_group
+from tp_ext.group import ParallelGroup, parallel_group
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.escapes import VaryingValueError
 from tp_ext.mesh_program.keywords import by_position
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.mesh_program.scope import made_uneven, scope_of
+from tp_ext.mesh_program.uneven import exchanged_tables, shape_line, shard_lengths
 from tp_ext.mesh_program.varying import as_varying, axes_of, lengths_of, plain, typed, types_in_force
 
 Specs = Any
@@ -293,24 +292,14 @@ class _ResultMap(_Map):
                     "spmd: shards must have equal lengths under torch.compile; pad them, or use local ones"
                 )
             return
-        # A dtype as a number that is the same in all processes, unlike hash()
-        values = [plain(value) for value, _, _ in self.joined]  # whose lengths can be read
-        shapes = [(zlib.crc32(str(value.dtype).encode()), value.dim(), *value.shape) for value in values]
+        shapes = [shape_line(plain(value)) for value, _, _ in self.joined]  # whose lengths can be read
         lines = [(failure is not None, len(shapes)), *shapes]
         lines += [()] * (-len(lines) % _LINES)  # a rank with other results must exchange as much
         width = max(_WIDTH, *(len(line) for line in lines))  # the same on ranks with another number of dims
-        # The table is no value of the program: it has no type
-        with torch._C.DisableTorchFunctionSubclass():
-            table = torch.tensor([(*line, *[0] * (width - len(line))) for line in lines])
-            # NCCL exchanges tensors of the GPU alone
-            table = table.to(self.joined[0][0].device if self.joined else self.mesh.device_type)
-            # From the last axis on, so that the table has the axes in their order
-            for name in reversed(axes):
-                tables = [torch.empty_like(table) for _ in range(self.groups[name].size)]
-                dist.all_gather(tables, table, group=process_group(self.groups[name].name))
-                table = torch.stack(tables)
-            # One copy: every check below reads numbers
-            table = table.cpu()
+        # NCCL exchanges tensors of the GPU alone
+        device = self.joined[0][0].device if self.joined else self.mesh.device_type
+        rows = [(*line, *[0] * (width - len(line))) for line in lines]
+        table = exchanged_tables(rows, device, [self.groups[name] for name in axes])
         if failure is not None:
             raise failure
         if failed := table[..., 0, 0].nonzero().tolist():
@@ -319,7 +308,7 @@ class _ResultMap(_Map):
         if len(counts := sorted(set(table[..., 0, 1].flatten().tolist()))) > 1:
             raise ValueError(f"out_specs: the ranks' results must have equally many tensors, and have {counts}")
         self.lengths.extend(
-            _shard_lengths(table[..., k, :], axes, [self.groups[name].rank for name in axes], spec, where)
+            shard_lengths(table[..., k, :], axes, [self.groups[name].rank for name in axes], spec, where)
             for k, (_, spec, where) in enumerate(self.joined, start=1)
         )
 
@@ -361,40 +350,3 @@ class _ResultMap(_Map):
         return DTensor.from_local(
             value.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
         )
-
-
-def _shard_lengths(table: Tensor, axes: Sequence[str], at: Sequence[int], spec: P, where: str) -> dict[str, list[int]]:
-    """Returns the lengths of the blocks that each axis joins on this rank.
-
-    Args:
-        table: [*sizes of the axes, entries]: each rank's dtype as a number, number of dims, and shape.
-        at: this rank's place along the axes.
-
-    Raises:
-        ValueError: shards that do not fit together.
-    """
-    names, shapes = list(axes), table
-    shards = shapes.flatten(0, -2).tolist()
-    if any(shard[:2] != shards[0][:2] for shard in shards):
-        raise ValueError(
-            f"{where}: the ranks' shards by {spec} must have one dtype and number of dims, and have "
-            f"{sorted({shard[1] for shard in shards})} dims"
-        )
-    sizes: dict[str, list[int]] = {}
-    for dim in range(shards[0][1]):
-        lengths = shapes[..., 2 + dim]
-        sharded = spec.dims[dim] if dim < len(spec.dims) else ()
-        for k, name in enumerate(names):
-            if name not in sharded and not bool((lengths == lengths.select(k, 0).unsqueeze(k)).all()):
-                raise ValueError(
-                    f"{where}: dim {dim} of the ranks' shards must have one length along axis {name!r}, by {spec}, and "
-                    f"has {sorted(set(lengths.flatten().tolist()))}"
-                )
-        for axis in reversed(sharded):
-            if axis in names:
-                k = names.index(axis)
-                place = [slice(None) if j == k else rank for j, rank in enumerate(at)]
-                sizes[axis] = lengths[tuple(place)].tolist()
-                # The next axis outwards joins blocks that this one has joined
-                lengths = lengths.sum(k, keepdim=True).expand_as(lengths)
-    return sizes
