@@ -1,5 +1,6 @@
 """A checkpoint that does not fit is an error on every rank, the same one, before anything is written."""
 
+import math
 import re
 
 import pytest
@@ -90,6 +91,61 @@ def test_entries_that_do_not_fit_are_named_and_nothing_is_loaded(what, tmp_path)
     _saved(tmp_path / "saved", change)
     for p, options in ((1, {}), (2, {"pad": 4}), (3, {})):
         ranks.run_raises(_load, p, error, message, tmp_path / "saved", options, in_turns=False)
+
+
+def _embedding_and_head(group, tied):
+    options = {"group": group, "dtype": torch.bfloat16}
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": tp_ext.VocabParallelEmbedding(7, 4, pad_to_multiple_of=4, **options),
+            "norm": tp_ext.RMSNorm(4, **options),
+            "head": tp_ext.VocabParallelLMHead(4, 7, pad_to_multiple_of=4, **options),
+        }
+    )
+    if tied:
+        model["head"].weight = model["embedding"].weight
+    return model
+
+
+def _save_two(rank, group, path, value, other):
+    model = _embedding_and_head(group, False)
+    tp_ext.load_full_state_dict(
+        model,
+        {
+            "embedding.weight": torch.full((7, 4), value),
+            "head.weight": torch.full((7, 4), other),
+            "norm.weight": torch.full((4,), 5.0),
+        },
+    )
+    tp_ext.save_checkpoint(path, model)
+
+
+def _load_tied(rank, group, path, value, message):
+    model = _embedding_and_head(group, True)
+    before = [param.detach().clone() for param in model.parameters()]
+    if message:
+        with pytest.raises(ValueError, match=message):
+            tp_ext.load_checkpoint(path, model)
+        assert all(map(torch.equal, before, model.parameters()))
+        return
+    tp_ext.load_checkpoint(path, model)
+    full = tp_ext.full_state_dict(model)
+    want = torch.full((7, 4), value, dtype=torch.bfloat16)
+    torch.testing.assert_close(
+        [full["embedding.weight"], full["head.weight"]], [want, want], rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(("value", "other"), [(1.0, 2.0), (1.0, 1.0), (math.nan, math.nan), (math.nan, 1.0)])
+def test_tied_entries_must_be_equal(value, other, tmp_path):
+    """As for load_full_state_dict and load_safetensors: one of two values would be lost."""
+    tp_ext.debug.simulate(_save_two, 2, tmp_path / "saved", value, other)
+    equal = value == other or other != other
+    message = (
+        "" if equal else "checkpoint: 'embedding.weight' and 'head.weight' are one tensor in the module and must be"
+    )
+    for p in (1, 2, 3):
+        tp_ext.debug.simulate(_load_tied, p, tmp_path / "saved", value, message)
 
 
 def _load_some(group, path):

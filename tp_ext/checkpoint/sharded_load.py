@@ -61,8 +61,8 @@ def load_sharded_state_dict(
     Raises:
         KeyError: missing or unexpected keys, all of them named. ValueError, TypeError: an entry has another shape than
             the unsharded tensor (both are named), or one is a tensor and the other none; the parameters of a group were
-            saved with different options, or by another class of optimizer; a buffer is expanded. Raised on every rank;
-            nothing has been loaded then.
+            saved with different options, or by another class of optimizer; tied entries differ; a buffer is expanded.
+            Raised on every rank; nothing has been loaded then.
         OSError: a file could not be read on some rank, raised on every rank; some tensors may have been loaded then.
             Or the checkpoint was replaced repeatedly before all ranks had read it; a single replacement is no error,
             the ranks then read the new one. pickle.UnpicklingError: an entry is more than plain values; no tensor has
@@ -129,9 +129,12 @@ def _load(
     flat: StateDict = into.flat
     parts = ("model.", "optimizer.") if optimizer is not None else ("model.",)
     saved = {key for key in metadata.state_dict_metadata if key.startswith(parts)}
-    _check_keys(set(flat), saved, process_group)
+    tied = _tied_keys(flat)
+    any_tied = _check_keys(set(flat), saved, bool(tied), process_group)
     # Each rank sees its own entries, so what one finds all raise
     call_on_all_ranks(process_group, lambda: _check_entries(flat, metadata))
+    if any_tied:
+        _check_tied(flat, tied, reader, process_group)
     read_values(flat, reader, process_group, into.check_options)
     call_on_all_ranks(process_group, into.put_back)
 
@@ -149,14 +152,43 @@ def read_values(
     _read(tensors, reader, process_group)
 
 
-def _check_keys(wanted: set[str], saved: set[str], process_group: ProcessGroup | None) -> None:
-    """Raises KeyError on every rank if a rank misses a key, or if no rank expects one (pipeline stages have different
-    keys)."""
-    reports = all_gather_objects((wanted - saved, saved - wanted), process_group)
-    missing = set[str]().union(*(names for names, _ in reports))
-    unexpected = set[str].intersection(*(other for _, other in reports))
+def _check_keys(wanted: set[str], saved: set[str], tied: bool, process_group: ProcessGroup | None) -> bool:
+    """Returns whether any rank has tied entries. Raises KeyError on every rank if a rank misses a key, or if no rank
+    expects one (pipeline stages have different keys)."""
+    reports = all_gather_objects((wanted - saved, saved - wanted, tied), process_group)
+    missing = set[str]().union(*(names for names, _, _ in reports))
+    unexpected = set[str].intersection(*(other for _, other, _ in reports))
     if missing or unexpected:
         raise KeyError(f"checkpoint: missing keys {sorted(missing)}, unexpected keys {sorted(unexpected)}")
+    return any(has_tied for _, _, has_tied in reports)
+
+
+def _tied_keys(flat: StateDict) -> list[list[str]]:
+    """Returns the keys of each tensor that has several, of which a load would leave the values of one."""
+    keys: dict[tuple[object, ...], list[str]] = {}
+    for key, value in flat.items():
+        if isinstance(value, ChunkedTensor) and any(chunk.numel() for _, chunk, _ in value.local_chunks):
+            places = tuple((chunk.data_ptr(), chunk.shape, chunk.stride()) for _, chunk, _ in value.local_chunks)
+            keys.setdefault(places, []).append(key)
+    return [names for names in keys.values() if len(names) > 1]
+
+
+def _check_tied(
+    flat: StateDict, tied: list[list[str]], reader: StorageReader, process_group: ProcessGroup | None
+) -> None:
+    """Raises ValueError on every rank if entries that are one tensor of the module differ in the checkpoint."""
+    copies: StateDict = {key: torch.zeros_like(flat[key]) for keys in tied for key in keys}
+    _read(copies, reader, process_group)
+
+    def check() -> None:
+        for first, other in ((keys[0], key) for keys in tied for key in keys[1:]):
+            # Bits: a NaN that both have is no difference
+            chunks = [[c.contiguous().view(torch.uint8) for _, c, _ in copies[k].local_chunks] for k in (first, other)]
+            if not all(map(torch.equal, *chunks)):
+                names = f"{first.removeprefix('model.')!r} and {other.removeprefix('model.')!r}"
+                raise ValueError(f"checkpoint: {names} are one tensor in the module and must be equal")
+
+    call_on_all_ranks(process_group, check)
 
 
 def _check_entries(flat: StateDict, metadata: Metadata) -> None:
