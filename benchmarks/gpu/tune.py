@@ -35,13 +35,21 @@ NAMES = {  # family -> its name in C++
     "ce_stats": "kCeStats",
     "ce_bwd": "kCeBackward",
     "columns_fwd": "kColumnsForward",
+    "columns_bwd": "kColumnsBackward",
+    "dropout_fwd": "kDropoutForward",
+    "dropout_bwd": "kDropoutBackward",
+    "embedding_bwd": "kEmbeddingBackward",
 }
 Choice = tuple[int, int, int, int]  # vectors, threads, rows, blocks: csrc/kernels/launch_table.h
 NORM_CHOICES = [(vectors, 0, 0, blocks) for vectors in (1, 2, 4) for blocks in (0, 1, 2, 4, 8)]
 CE_CHOICES = [(0, 32, rows, 0) for rows in (1, 2, 4, 8, 16)] + [(0, t, 1, 0) for t in (64, 128, 256, 512)]
 COLUMN_CHOICES = [(0, 0, 0, 1 << power) for power in (11, 12, 13, 15)]
+DROPOUT_CHOICES = [(vectors, 0, 0, blocks) for vectors in (1, 2) for blocks in (0, 1 << 11, 1 << 13)]
+EMBEDDING_CHOICES = [(4, 0, 0, 0), (8, 0, 0, 0)]
+FLAT = 256  # columns of half types without a bias, 32 vectors: flat_columns in csrc/kernels/column_sum.cuh
+DROPPED = 0.1  # of the elements
 GAIN = 1.02  # times as fast as the rule: less is noise
-COMPILED = (1024, 4096)  # widths at which the peer is timed, too: each costs torch.compile seconds
+COMPILED = (FLAT, 1024, 4096)  # widths at which the peer is timed, too: each costs torch.compile seconds
 PEER = "torch.compile"  # torch's operators as they are, in a dry run
 EPS = 1e-5
 
@@ -114,12 +122,58 @@ def columns(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Cal
     return partial(_ops.bias_act, x, bias, "silu"), partial(peer, x, bias), 2 * x.nbytes
 
 
+def flat(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    x, grad = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
+    ours, peer = partial(_ops.bias_act, bias=None, activation="silu"), torch_peers(F.silu, device)
+    theirs = peer.get("torch.compile", F.silu)
+    if not backward:
+        return partial(ours, x), partial(theirs, x), 2 * x.nbytes
+    inputs = [x.requires_grad_()]
+    return _BackwardOf(ours, inputs, grad), _BackwardOf(theirs, inputs, grad), 3 * x.nbytes
+
+
+def dropout(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    x, residual = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
+    bias, seed = torch.randn(width, dtype=dtype, device=device), torch.tensor(5, device=device)
+
+    def ours(x: Tensor, bias: Tensor) -> Tensor:
+        return _ops.bias_dropout_residual(x, bias, residual, seed, DROPPED, width, width, 0)
+
+    def eager(x: Tensor, bias: Tensor) -> Tensor:
+        return residual + F.dropout(x + bias, DROPPED)
+
+    peer = torch_peers(eager, device).get("torch.compile", eager)
+    if not backward:
+        return partial(ours, x, bias), partial(peer, x, bias), 3 * x.nbytes
+    inputs = [x.requires_grad_(), bias.requires_grad_()]
+    return _BackwardOf(ours, inputs, residual), _BackwardOf(peer, inputs, residual), 2 * x.nbytes
+
+
+def embedding_backward(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    """Eight tokens an id."""
+    vocab = max(1, rows // 8)
+    weight = [torch.randn(vocab, width, dtype=dtype, device=device).requires_grad_()]
+    ids, grad = torch.randint(vocab, (rows,), device=device), torch.randn(rows, width, dtype=dtype, device=device)
+
+    def ours(weight: Tensor) -> Tensor:
+        return _ops.vocab_parallel_embedding(ids, weight, "", 0, vocab, vocab, False, None)
+
+    peer = torch_peers(partial(F.embedding, ids), device).get("torch.compile", partial(F.embedding, ids))
+    return _BackwardOf(ours, weight, grad), _BackwardOf(peer, weight, grad), grad.nbytes + weight[0].nbytes
+
+
 def subjects() -> Iterator[Subject]:
     """Yields the cases, those furthest behind torch.compile first (docs/reference/kernels.md)."""
     half, single = torch.bfloat16, torch.float32
     for width in (1024, 4096, 128, 2048, 8192, 256, 512):
         for centred, family in ((True, "layer_norm_bwd"), (False, "rms_norm_bwd")):
             yield Subject(family, width, half, NORM_CHOICES, partial(norm_backward, centred))
+    for width in (1024, 4096, 8192):
+        for backward, family in ((True, "dropout_bwd"), (False, "dropout_fwd")):
+            yield Subject(family, width, half, DROPOUT_CHOICES, partial(dropout, backward))
+        yield Subject("embedding_bwd", width, half, EMBEDDING_CHOICES, embedding_backward)
+    for backward, family in ((True, "columns_bwd"), (False, "columns_fwd")):
+        yield Subject(family, FLAT, half, COLUMN_CHOICES, partial(flat, backward))
     for width in (1024, 4096, 32768, 131072, 2048, 8192, 16384, 50257):
         for backward, family in ((False, "ce_stats"), (True, "ce_bwd")):
             for dtype in (half, single) if width <= 8192 else (half,):

@@ -16,10 +16,11 @@ struct CudaBiasAct {
   static void forward(const Tensor& x, const Tensor& bias, const Tensor& y,
                       std::string_view activation) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const int64_t n = bias.defined() ? bias.numel() : x.numel(), rows = x.numel() / n;
     const auto stream = c10::cuda::getCurrentCUDAStream();
     dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
       using T = decltype(zero);
+      const int64_t n = bias.defined() ? bias.numel() : flat_columns(x.numel(), kVec<T>);
+      const int64_t rows = x.numel() / n;
       const T *px = in<T>(x), *pb = bias.defined() ? in<T>(bias) : nullptr;
       T* const py = out<T>(y);
       const bool vector = bias_act_forward_vectors<T>(rows, n, px, pb, py);
@@ -41,10 +42,11 @@ struct CudaBiasAct {
   static void backward(const Tensor& grad, const Tensor& x, const Tensor& bias, const Tensor& dx,
                        const Tensor& dbias, std::string_view activation) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const int64_t n = bias.defined() ? bias.numel() : x.numel(), rows = x.numel() / n;
     const auto stream = c10::cuda::getCurrentCUDAStream();
     dispatch_floating(x.scalar_type(), "bias_act", [&](auto zero) {
       using T = decltype(zero);
+      const int64_t n = bias.defined() ? bias.numel() : flat_columns(x.numel(), kVec<T>);
+      const int64_t rows = x.numel() / n;
       using A = acc_t<T>;
       const T *pg = in<T>(grad), *px = in<T>(x), *pb = bias.defined() ? in<T>(bias) : nullptr;
       T* const pd = out<T>(dx);
@@ -54,7 +56,9 @@ struct CudaBiasAct {
           using Act = decltype(act);
           constexpr bool kBias = decltype(has_bias)::value;
           constexpr int N = decltype(width)::value;
-          const ColumnGrid grid = column_grid(rows, n, N);
+          const ColumnGrid grid =
+              kBias ? column_grid(rows, n, N)
+                    : forward_grid(rows, n, N, choose_launch<T>(Family::kColumnsBackward, n));
           const Tensor partial = at::empty({grid.row_blocks, kBias ? n : 0},
                                            x.options().dtype(c10::CppTypeToScalarType<A>::value));
           bias_act_backward_kernel<Act, kBias, N><<<grid_of(grid), block_of(grid), 0, stream>>>(

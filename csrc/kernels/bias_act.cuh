@@ -1,6 +1,6 @@
 // bias_act on CUDA: y = act(x + bias), x [rows, n]; backward: dx = grad * act'(x + bias) and rows
-// of partial column sums of dx, x + bias recomputed. Without a bias the caller passes the whole
-// tensor as one row.
+// of partial column sums of dx, x + bias recomputed. Without a bias the rows are those of
+// flat_columns.
 //
 // A thread owns N neighbouring columns, loads their bias once and walks down the rows
 // (column_sum.cuh). N elements are one 16-byte access; only a single row may have a remainder,
@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "activation.h"
+#include "brief_activation.h"
 #include "column_sum.cuh"
 #include "vec.cuh"
 
@@ -31,7 +31,9 @@ __global__ void __launch_bounds__(kColumnThreads)
                             int64_t rows, int64_t n) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   if (column >= n) return;
-  const auto activate = [](T v, acc_t<T> b) { return from_acc<T>(Act::value(to_acc(v) + b)); };
+  const auto activate = [](T v, acc_t<T> b) {
+    return from_acc<T>(DeviceForm<Act, T>::value(with_bias<kBias>(v, b)));
+  };
   if (column + N > n) {
     for (int64_t i = column; i < n; ++i)
       y[i] = activate(x[i], kBias ? to_acc(bias[i]) : acc_t<T>(0));
@@ -53,15 +55,19 @@ __global__ void __launch_bounds__(kColumnThreads)
   }
 }
 
+// 48 registers: on sm_80 ptxas alone keeps to 40 for silu and spills
+template <typename T>
+constexpr int kBiasActBlocks = sizeof(T) == 8 ? kColumnBlocks<T> : 5;
+
 // partial: [gridDim.y, n], written when kBias
 template <typename Act, bool kBias, int N, typename T>
-__global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T>)
+__global__ void __launch_bounds__(kColumnThreads, kBiasActBlocks<T>)
     bias_act_backward_kernel(const T* __restrict__ grad, const T* __restrict__ x,
                              const T* __restrict__ bias, T* __restrict__ dx,
                              acc_t<T>* __restrict__ partial, int64_t rows, int64_t n) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
   const auto backward = [](T g, T v, acc_t<T> b) {
-    return Act::backward(to_acc(g), to_acc(v) + b);
+    return DeviceForm<Act, T>::backward(to_acc(g), with_bias<kBias>(v, b));
   };
   acc_t<T> sum[N] = {};
   if (!kBias && column < n && column + N > n) {

@@ -52,6 +52,18 @@ inline ColumnGrid forward_grid(int64_t rows, int64_t n, int vec, const LaunchCho
   return column_grid(rows, n, vec, tuned.blocks > 0 ? tuned.blocks : kForwardBlocks);
 }
 
+// Columns of n elements without a bias: as many as the lanes of a warp have, so that a thread walks
+// down rows and computes its address once, or one row where there is a remainder
+inline int64_t flat_columns(int64_t n, int vec) {
+  return n % (32 * vec) == 0 && n > 0 ? 32 * vec : n;
+}
+
+// x + b; without a bias not even + 0, which an addition keeps
+template <bool kBias, typename T>
+__device__ __forceinline__ acc_t<T> with_bias(T x, acc_t<T> b) {
+  return kBias ? to_acc(x) + b : to_acc(x);
+}
+
 inline dim3 block_of(const ColumnGrid& grid) { return dim3(grid.tx, grid.ty); }
 inline dim3 grid_of(const ColumnGrid& grid) {
   return dim3(static_cast<unsigned>(grid.tiles), static_cast<unsigned>(grid.row_blocks));

@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "activation.h"
+#include "brief_activation.h"
 #include "column_sum.cuh"
 #include "vec.cuh"
 
@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kColumnThreads)
     Vec<T, N> out;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const acc_t<T> value = Act::value(to_acc(gate.v[k]) + bias_gate[k]);
-      out.v[k] = from_acc<T>(value * (to_acc(up.v[k]) + bias_up[k]));
+      const acc_t<T> value = DeviceForm<Act, T>::value(with_bias<kBias>(gate.v[k], bias_gate[k]));
+      out.v[k] = from_acc<T>(value * with_bias<kBias>(up.v[k], bias_up[k]));
     }
     store<N>(y, row * f + column, out);
   }
@@ -64,9 +64,10 @@ __global__ void __launch_bounds__(kColumnThreads, kColumnBlocks<T>)
       Vec<T, N> dgate, dup;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const auto act = Act::value_slope(to_acc(gate.v[k]) + bias_gate[k]);
+        const auto act = DeviceForm<Act, T>::value_slope(with_bias<kBias>(gate.v[k], bias_gate[k]));
         const acc_t<T> dy = to_acc(g.v[k]);
-        const acc_t<T> da = dy * (to_acc(up.v[k]) + bias_up[k]) * act.slope, db = dy * act.value;
+        const acc_t<T> da = dy * with_bias<kBias>(up.v[k], bias_up[k]) * act.slope,
+                       db = dy * act.value;
         dgate.v[k] = from_acc<T>(da);
         dup.v[k] = from_acc<T>(db);
         sum_gate[k] += da;

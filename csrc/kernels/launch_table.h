@@ -12,13 +12,24 @@
 
 namespace tp_ext {
 
-enum class Family { kRmsNormBackward, kLayerNormBackward, kCeStats, kCeBackward, kColumnsForward };
-constexpr std::string_view kFamilies[] = {"rms_norm_bwd", "layer_norm_bwd", "ce_stats", "ce_bwd",
-                                          "columns_fwd"};
+enum class Family {
+  kRmsNormBackward,
+  kLayerNormBackward,
+  kCeStats,
+  kCeBackward,
+  kColumnsForward,
+  kColumnsBackward,
+  kDropoutForward,
+  kDropoutBackward,
+  kEmbeddingBackward
+};
+constexpr std::string_view kFamilies[] = {"rms_norm_bwd", "layer_norm_bwd", "ce_stats",
+                                          "ce_bwd",       "columns_fwd",    "columns_bwd",
+                                          "dropout_fwd",  "dropout_bwd",    "embedding_bwd"};
 
 // 0: as the rule has it
 struct LaunchChoice {
-  int vectors = 0;  // of its row that a thread keeps (norms)
+  int vectors = 0;  // that a thread has at once: of its row (norms), of as many rows (the others)
   int threads = 0;  // of a row (cross entropy)
   int rows = 0;     // of a block (cross entropy)
   int blocks = 0;   // of a multiprocessor (norms), of the grid (columns)

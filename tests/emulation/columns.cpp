@@ -53,9 +53,9 @@ void bias_act_shape(int64_t rows, int64_t n, int64_t shift, const Tensor<T>& x,
   Tensor<T> want_y(rows * n), want_dx(rows * n);
   std::vector<A> dx(rows * n);
   for (int64_t i = 0; i < rows * n; ++i) {
-    const A in = to_acc(x[i]) + (kBias ? to_acc(bias[i % n]) : A(0));
-    want_y[i] = from_acc<T>(Act::value(in));
-    dx[i] = Act::backward(to_acc(grad[i]), in);
+    const A in = kBias ? to_acc(x[i]) + to_acc(bias[i % n]) : to_acc(x[i]);
+    want_y[i] = from_acc<T>(DeviceForm<Act, T>::value(in));
+    dx[i] = DeviceForm<Act, T>::backward(to_acc(grad[i]), in);
     want_dx[i] = from_acc<T>(dx[i]);
   }
   const bool whole = n % N == 0;
@@ -97,9 +97,10 @@ void bias_act(int64_t rows, int64_t n, int64_t shift, bool narrow = false) {
     wrong("vectors are chosen where they should not be, or the other way round");
   bias_act_shape<Act, true, 1>(rows, n, shift, x, bias, grad, narrow);
   if (forward) bias_act_shape<Act, true, kVec<T>>(rows, n, shift, x, bias, grad, narrow);
-  // Without a bias the launcher passes the tensor as one row
-  if (aligned) bias_act_shape<Act, false, kVec<T>>(1, rows * n, shift, x, bias, grad, narrow);
-  if (!narrow) bias_act_shape<Act, false, 1>(1, rows * n, shift, x, bias, grad, narrow);
+  const int64_t flat = flat_columns(rows * n, kVec<T>);
+  if (aligned)
+    bias_act_shape<Act, false, kVec<T>>(rows * n / flat, flat, shift, x, bias, grad, narrow);
+  if (!narrow) bias_act_shape<Act, false, 1>(rows * n / flat, flat, shift, x, bias, grad, narrow);
 }
 
 template <typename Act, bool kBias, int N, typename T>
@@ -114,10 +115,10 @@ void gated_act_shape(int64_t rows, int64_t f, int64_t shift, bool narrow) {
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t j = 0; j < f; ++j) {
       const int64_t g = row * 2 * f + j, u = g + f;
-      const A gate = to_acc(x[g]) + (kBias ? to_acc(bias[j]) : A(0));
-      const A up = to_acc(x[u]) + (kBias ? to_acc(bias[f + j]) : A(0));
-      want_y[row * f + j] = from_acc<T>(Act::value(gate) * up);
-      const auto act = Act::value_slope(gate);
+      const A gate = kBias ? to_acc(x[g]) + to_acc(bias[j]) : to_acc(x[g]);
+      const A up = kBias ? to_acc(x[u]) + to_acc(bias[f + j]) : to_acc(x[u]);
+      want_y[row * f + j] = from_acc<T>(DeviceForm<Act, T>::value(gate) * up);
+      const auto act = DeviceForm<Act, T>::value_slope(gate);
       const A dy = to_acc(grad[row * f + j]);
       dx[g] = dy * up * act.slope, dx[u] = dy * act.value;
       want_dx[g] = from_acc<T>(dx[g]), want_dx[u] = from_acc<T>(dx[u]);
@@ -169,7 +170,8 @@ void vast_bias_act() {
     launch(grid_of(grid), block_of(grid),
            [&] { bias_act_forward_kernel<Silu, true, N>(x, bias.data(), y, rows, n); }, 0,
            {dim3(corner.x, static_cast<unsigned>(block_row))});
-    if (as_double(y[last]) != as_double(T(Silu::value(1.5f + as_double(bias[n - 1])))))
+    if (as_double(y[last]) !=
+        as_double(T(DeviceForm<Silu, T>::value(1.5f + as_double(bias[n - 1])))))
       wrong("the last element");
     T* const dx = vast<T>(rows * n);
     float* const partial = vast<float>(grid.row_blocks * n);
@@ -177,7 +179,7 @@ void vast_bias_act() {
         grid_of(grid), block_of(grid),
         [&] { bias_act_backward_kernel<Silu, true, N>(x, x, bias.data(), dx, partial, rows, n); },
         0, {dim3(corner.x, static_cast<unsigned>(block_row))});
-    const float d = Silu::backward(1.5f, 1.5f + to_acc(bias[n - 1]));
+    const float d = DeviceForm<Silu, T>::backward(1.5f, 1.5f + to_acc(bias[n - 1]));
     if (dx[last].bits != T(d).bits || partial[(block_row + 1) * n - 1] != d)
       wrong("the last element of the gradient");
     unmap(dx, rows * n), unmap(partial, grid.row_blocks * n);
@@ -185,14 +187,52 @@ void vast_bias_act() {
     launch(grid_of(grid), block_of(grid),
            [&] { bias_act_forward_kernel<Silu, false, N, T>(x, nullptr, y, rows, n); }, 0,
            {dim3(0, 0), corner});
-    const T want(Silu::value(1.5f));
+    const T want(DeviceForm<Silu, T>::value(1.5f));
     if (y[0].bits != want.bits || y[last].bits != want.bits) wrong("the first or last element");
   }
   unmap(x, rows * n);
   unmap(y, rows * n);
 }
 
+// The bounds of half_math.h, for every number of a half type, and NaN where the formula has it
+template <typename Act, typename T>
+void accuracy(const Call<double(double)>& factor, const Call<double(double)>& factor_slope) {
+  using Form = DeviceForm<Act, T>;
+  current_case = std::string("accuracy of an activation in ") + type_name<T>();
+  ++cases;
+  for (int bits = 0; bits < 1 << 16; ++bits) {
+    T number;
+    number.bits = static_cast<uint16_t>(bits);
+    const float x = to_acc(number);
+    const double want = x * factor(x), slope = factor(x) + x * factor_slope(x);
+    const ValueSlope<float> got = Form::value_slope(x);
+    if (std::isnan(Form::value(x)) != std::isnan(want) ||
+        std::isnan(got.slope) != std::isnan(slope))
+      wrong("NaN at " + std::to_string(x));
+    if (!std::isfinite(x)) continue;
+    const double granted = x < -1 && std::is_same_v<Act, Gelu> ? 1e-4 : 1e-5;
+    for (const double value : {Form::value(x), got.value})
+      if (!(std::fabs(value - want) <= granted * std::fabs(want) + 1e-35))
+        wrong("the value at " + std::to_string(x) + " is " + std::to_string(value));
+    if (!(std::fabs(got.slope - slope) <= 1e-6)) wrong("the slope at " + std::to_string(x));
+  }
+}
+
+template <typename T>
+void accuracies() {
+  const double a = std::sqrt(8 / M_PI);
+  accuracy<Gelu, T>([](double x) { return 0.5 * std::erfc(-x * M_SQRT1_2); },
+                    [](double x) { return std::exp(-x * x / 2) / std::sqrt(2 * M_PI); });
+  const auto logistic = [](double z) { return 1 / (1 + std::exp(-z)); };
+  const auto z = [&](double x) { return a * (x + 0.044715 * x * x * x); };
+  accuracy<GeluTanh, T>(
+      [&](double x) { return logistic(z(x)); },
+      [&](double x) { return logistic(z(x)) * logistic(-z(x)) * a * (1 + 0.134145 * x * x); });
+  accuracy<Silu, T>(logistic, [&](double x) { return logistic(x) * logistic(-x); });
+}
+
 int program(int, char**) {
+  accuracies<BFloat16>(), accuracies<Half>();
   for_all_types([](auto type) {
     using T = decltype(type);
     constexpr int64_t N = kVec<T>;
@@ -202,6 +242,9 @@ int program(int, char**) {
       bias_act<Gelu, T>(300, 2 * N, shift, true);
       gated_act<Silu, T>(3, 5 * N, shift);
     }
+    bias_act<Gelu, T>(4, 16 * N, 0);  // without a bias two rows of 32 vectors
+    bias_act<GeluTanh, T>(3, 5 * N, 0);
+    bias_act<Silu, T>(300, 32 * N, 0, true);
     bias_act<Gelu, T>(2, 1, 0);
     bias_act<Gelu, T>(1, 300 * N + 1, 0);
     gated_act<Silu, T>(2, 1, 0);
