@@ -31,6 +31,7 @@ struct Dropout {
     upper = threshold >> 16, lower = threshold & 0xFFFF;
   }
 
+  TP_HD uint32_t threshold() const { return upper << 16 | lower; }
   TP_HD bool keeps_all() const { return (upper | lower) == 0; }  // then nothing need be drawn
   TP_HD A factor(bool kept) const { return kept ? scale : A(0); }
 

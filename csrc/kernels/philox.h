@@ -13,22 +13,34 @@ struct PhiloxWords {
   uint32_t w[4];
 };
 
-// Another stream gives the same counters other words.
-TP_HD PhiloxWords philox4x32(uint64_t seed, uint64_t counter, uint32_t stream = 0) {
-  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32),
-           c2 = stream, c3 = 0;
+// Words of several counters at once, which share the keys of the rounds. Another stream gives the
+// same counters other words.
+template <int kCounters>
+TP_HD void philox4x32(uint64_t seed, const uint64_t (&counter)[kCounters], uint32_t stream,
+                      PhiloxWords (&words)[kCounters]) {
+  for (int i = 0; i < kCounters; ++i)
+    words[i] = {
+        {static_cast<uint32_t>(counter[i]), static_cast<uint32_t>(counter[i] >> 32), stream, 0}};
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
-    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(p1);
-    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(p0);
+    for (int i = 0; i < kCounters; ++i) {
+      uint32_t(&c)[4] = words[i].w;
+      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c[0];
+      const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
+      c[0] = static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ k0;
+      c[1] = static_cast<uint32_t>(p1);
+      c[2] = static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ k1;
+      c[3] = static_cast<uint32_t>(p0);
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}};
+}
+TP_HD PhiloxWords philox4x32(uint64_t seed, uint64_t counter, uint32_t stream = 0) {
+  const uint64_t counters[] = {counter};
+  PhiloxWords words[1];
+  philox4x32(seed, counters, stream, words);
+  return words[0];
 }
 
 // Position of a local element in the full tensor: a slice of one dim of a contiguous tensor, viewed

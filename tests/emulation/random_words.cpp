@@ -52,21 +52,17 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
                           Dropout<A>(p),
                           index};
   };
-  const auto [y] = run_in_every_order(label("dropout", type_name<T>(), n, index), [&] {
+  const auto name = label("dropout", type_name<T>(), n, index);
+  const auto [y] = run_in_every_order(name, [&] {
     Tensor<T> y(n, shift);
     const DropoutArgs<T> a = arguments(y);
     if (dropout_vectorisable(a) != vectors) wrong("the choice of vectors");
-    if (vectors)
-      launch(std::min(grid_for(n / kDropoutVec<T>), 2), kThreads,
-             [&] { dropout_vector_kernel<T>(a); });
-    const Tensor<T> general(n, shift);
-    const DropoutArgs<T> b = arguments(vectors ? general : y);
     launch(std::min(grid_for(rows * quads_per_row(index)), 2), kThreads,
-           [&] { dropout_general_kernel<T>(b); });
-    if (vectors && !general.same_bits(y)) wrong("the two paths disagree");
+           [&] { dropout_general_kernel<T>(a); });
     return results(y);
   });
   Tensor<T> want(n);
+  std::vector<A> unrounded(n);
   const Dropout<A> drop(p);
   for (int64_t i = 0; i < n; ++i) {
     A value = to_acc(x[i]);
@@ -74,11 +70,54 @@ void dropout(int64_t rows, const GlobalIndex& index, int64_t bias_size, bool res
     const int64_t row = i / index.local_inner;
     const int64_t moved = given.empty() ? 0 : numbers == 2 ? given[0] : given[row] - row;
     const uint64_t place = index(i) + moved * index.full_inner;
-    value *= drop.factor(drop.keeps_all() || kept(drop, seed[0], place));
+    unrounded[i] = value *= drop.factor(drop.keeps_all() || kept(drop, seed[0], place));
     if (residual) value += to_acc(rest[i]);
     want[i] = from_acc<T>(value);
   }
   expect_equal("y", y, want);
+  if (!vectors) return;
+  const DropoutArgs<T> whole = arguments(nullptr);
+  // The last dim as that of the bias, or as long as a row
+  const DropoutRows by = dropout_rows(whole, bias_size ? bias_size : index.local_inner);
+  const auto walk = [&](auto form, auto at_once, bool narrow) {
+    constexpr DropoutForm kForm = decltype(form)::value;
+    Tensor<T> y(n, shift);
+    const DropoutArgs<T> a = arguments(y);
+    ColumnGrid grid = column_grid(by.rows, by.columns, kDropoutVec<T>);
+    if (narrow) grid.row_blocks = 1;
+    Tensor<A> partial(kForm == DropoutForm::kSummed ? grid.row_blocks * by.columns : 0);
+    launch(grid_of(grid), block_of(grid),
+           [&] { dropout_vector_kernel<T, kForm, decltype(at_once)::value>(a, by, partial); });
+    return results(y, partial);
+  };
+  const auto walks = [&](auto form) {
+    constexpr DropoutForm kForm = decltype(form)::value;
+    const auto once = std::integral_constant<int, 1>{};
+    const auto twice = std::integral_constant<int, 2>{};
+    const auto [y1, sums1] =
+        run_in_every_order(name + " by rows", [&] { return walk(form, once, false); });
+    const auto [y2, sums2] =
+        run_in_every_order(name + " by two rows", [&] { return walk(form, twice, false); });
+    expect_equal("y", y1, want), expect_equal("y", y2, want);
+    if (!sums1.same_bits(sums2)) wrong("the sums depend on the rows at once");
+    expect_equal("y", std::get<0>(walk(form, once, true)), want);
+    expect_equal("y", std::get<0>(walk(form, twice, true)), want);
+    if (kForm != DropoutForm::kSummed) return;
+    std::vector<double> sum(by.columns, 0), size(by.columns, 0);
+    for (int64_t i = 0; i < n; ++i)
+      sum[i % by.columns] += unrounded[i], size[i % by.columns] += std::fabs(unrounded[i]);
+    Tensor<A> total(by.columns);
+    launch(sum_partials_grid(by.columns), sum_partials_block(),
+           [&] { sum_partials_kernel<A>(sums1, total, sums1.size() / by.columns, by.columns); });
+    expect_near<A>(
+        "column sums", total, [&](int64_t j) { return sum[j]; },
+        [&](int64_t j) { return by.rows * kEps<A> * size[j]; });
+  };
+  walks(std::integral_constant<DropoutForm, DropoutForm::kWhole>{});
+  if (bias_size == 0 && !residual) {
+    walks(std::integral_constant<DropoutForm, DropoutForm::kPlain>{});
+    walks(std::integral_constant<DropoutForm, DropoutForm::kSummed>{});
+  }
 }
 
 template <typename T>
@@ -86,6 +125,13 @@ void dropouts() {
   constexpr int64_t N = kDropoutVec<T>;
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 0, 0.3, true);
   dropout<T>(200, {4 * N, 4 * N, 0}, 2 * N, false, 0, 0.3, true);
+  for (const int64_t rows : {1, 5, 300}) {  // dropout alone: with sums over the rows, too
+    dropout<T>(rows, {40 * N, 40 * N, 0}, 0, false, 0, 0.3, true);
+    dropout<T>(rows, {3 * N, 6 * N, 2 * N}, 0, false, 0, 0.3, true, {5});
+  }
+  dropout<T>(5, {3 * N, 6 * N, 2 * N}, 0, false, 0, 0.3, true, {7, 0, 4, 9, 1});
+  for (const auto& given : {std::vector<int64_t>{}, {5}, {7, 0, 4}})  // rows of a last dim within
+    dropout<T>(3, {10 * N, 10 * N, 0}, 2 * N, true, 0, 0.3, true, given);
   dropout<T>(2, {2 * N, 2 * N, 0}, 0, true, 0, 0, true);
   dropout<T>(2, {2 * N, 2 * N, 0}, 0, false, 0, 1, true);
   dropout<T>(3, {10 * N, 20 * N, 10 * N}, 10 * N, true, 1, 0.3, false);  // at an odd address
@@ -106,6 +152,7 @@ void dropouts() {
     for (const int above : {0, 1}) {
       const double p = (number_of(kSeed, whole(i)) + above) / 4294967296.0;
       dropout<T>(3, whole, 0, true, 0, p, true);
+      dropout<T>(3, whole, 0, false, 0, p, true);
     }
   dropout<T>(5, {7, 33, 6}, 7, true, 0, 0.3, false);
   dropout<T>(600, {1, 3, 2}, 1, false, 0, 0.3, false);
@@ -159,10 +206,12 @@ void vast_dropout() {
   for (int64_t i = n - 1024; i < n; ++i) x[i] = T(1.f);
   int64_t seed = 3;
   const DropoutArgs<T> a{x, nullptr, nullptr, y, n, 1, {&seed, 1}, Dropout<float>(0.5), index};
-  const int64_t items = n / kDropoutVec<T>;
-  const int grid = grid_for(items);
-  launch(grid, kThreads, [&] { dropout_vector_kernel<T>(a); }, 0,
-         {dim3(static_cast<unsigned>((items - 1) / kThreads % grid), 0)});
+  const DropoutRows by = dropout_rows(a, 1024);
+  const ColumnGrid grid = column_grid(by.rows, by.columns, kDropoutVec<T>);
+  const int64_t stride = grid.row_blocks * grid.ty, block_row = (by.rows - 1) % stride / grid.ty;
+  launch(grid_of(grid), block_of(grid),
+         [&] { dropout_vector_kernel<T, DropoutForm::kPlain, 2>(a, by, nullptr); }, 0,
+         {dim3(static_cast<unsigned>(grid.tiles - 1), static_cast<unsigned>(block_row))});
   for (int64_t i = n - kDropoutVec<T>; i < n; ++i)
     if (as_double(y[i]) != a.dropout.factor(kept(a.dropout, seed, index(i))))
       wrong("the last elements");

@@ -77,7 +77,9 @@ def vocabularies():
 
 def random_words():
     for dtype in TYPES:
-        yield Instance("bias_dropout_residual", "dropout_vector_kernel", (dtype,), 256, dtype)
+        for form, rows in product(range(3), (1, 2)):
+            arguments = (dtype, f"(DropoutForm){form}", rows)  # as the compiler calls it
+            yield Instance("bias_dropout_residual", "dropout_vector_kernel", arguments, 256, dtype)
         yield Instance("bias_dropout_residual", "dropout_general_kernel", (dtype,), 256, dtype)
         truncated = [f"TruncatedDraw<(Truncation){by}>" for by in range(3)]  # as the compiler calls it
         for draw in ("Uniform", "Normal", *truncated):
