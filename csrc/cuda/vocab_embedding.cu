@@ -5,6 +5,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "args/vocab.h"
 #include "cuda/launch.h"
 #include "kernels/vocab_embedding.cuh"
@@ -62,29 +64,45 @@ at::Tensor bwd_cuda(const at::Tensor& grad_any, const at::Tensor& ids_any, int64
       check_embedding_grad(grad_any, ids_any, num_rows, vocab_start, vocab_local);
   const at::Tensor ids = ids_any.contiguous();
   const int64_t tokens = ids.numel(), hidden = grad.size(-1);
-  const at::Tensor dweight = at::zeros({num_rows, hidden}, grad.options());
-  if (tokens == 0 || dweight.numel() == 0) return dweight;
+  const at::Tensor dweight = at::empty({num_rows, hidden}, grad.options());
+  if (dweight.numel() == 0) return dweight;
+  if (tokens == 0) return dweight.zero_();
 
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor unsorted = at::empty({tokens}, ids.options().dtype(at::kLong));
-  dispatch_ids(ids, [&](auto type) {
-    embedding_rows_kernel<<<grid_for(tokens), kThreads, 0, stream>>>(
-        in<decltype(type)>(ids), tokens, vocab_start, vocab_local, num_rows,
-        out<int64_t>(unsorted));
+  at::Tensor order;
+  const at::Tensor segments = at::zeros({num_rows, 2}, ids.options().dtype(at::kLong));
+  const auto of_row = [&](auto row) {
+    using Row = decltype(row);
+    const at::Tensor unsorted =
+        at::empty({tokens}, ids.options().dtype(c10::CppTypeToScalarType<Row>::value));
+    dispatch_ids(ids, [&](auto type) {
+      embedding_rows_kernel<<<grid_for(tokens), kThreads, 0, stream>>>(
+          in<decltype(type)>(ids), tokens, vocab_start, vocab_local, num_rows, out<Row>(unsorted));
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    });
+    const auto [sorted, positions] =
+        at::sort(unsorted, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+    embedding_segments_kernel<<<grid_for(tokens), kThreads, 0, stream>>>(
+        in<Row>(sorted), tokens, num_rows, reinterpret_cast<Segment*>(out<int64_t>(segments)));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
-  const auto [rows, positions] =
-      at::sort(unsorted, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+    order = positions;
+  };
+  // The sort goes over the bits of a key, eight at a time
+  if (num_rows <= std::numeric_limits<int16_t>::max())
+    of_row(int16_t{});
+  else
+    num_rows <= std::numeric_limits<int32_t>::max() ? of_row(int32_t{}) : of_row(int64_t{});
 
-  const int64_t* sorted = in<int64_t>(rows);
-  const int64_t* order = in<int64_t>(positions);
+  const auto* const by_row = reinterpret_cast<const Segment*>(in<int64_t>(segments));
   dispatch_floating(grad.scalar_type(), "vocab_parallel_embedding", [&](auto type) {
     using T = decltype(type);
+    const auto tuned = choose_launch<T>(Family::kEmbeddingBackward, hidden);
     const auto launch = [&](auto vector) {
       constexpr int N = decltype(vector)::value;
-      embedding_bwd_kernel<N>
-          <<<grid_for(warp_row_threads<N>(tokens, hidden)), kThreads, 0, stream>>>(
-              in<T>(grad), sorted, order, tokens, hidden, num_rows, out<T>(dweight));
+      const auto kernel = embedding_rows_at_once(tuned) == 4 ? embedding_bwd_kernel<N, 4, T>
+                                                             : embedding_bwd_kernel<N, 8, T>;
+      kernel<<<grid_for(warp_row_threads<N>(num_rows, hidden)), kThreads, 0, stream>>>(
+          in<T>(grad), by_row, in<int64_t>(order), hidden, num_rows, out<T>(dweight));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     };
     vectorisable<T>(hidden, in<T>(grad), in<T>(dweight))

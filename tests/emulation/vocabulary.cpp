@@ -236,7 +236,8 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
   const auto grid = [&](int parts) {
     return std::min(grid_for(warp_row_threads<N>(tokens, hidden, parts)), blocks);
   };
-  Tensor<int64_t> sorted(tokens), order(tokens);
+  Tensor<int16_t> sorted(tokens);
+  Tensor<int64_t> order(tokens);
   Tensor<T> want(tokens * hidden), want_dw(rows * hidden);
   std::fill_n(want_dw.data(), rows * hidden, from_acc<T>(A(0)));
   const auto [y, unsorted] = run_in_every_order(name, [&] {
@@ -247,7 +248,7 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
                                      InRange());
     });
     launch(std::min(grid_for(tokens), blocks), kThreads,
-           [&] { embedding_rows_kernel<Id>(ids, tokens, start, local, rows, found); });
+           [&] { embedding_rows_kernel<Id, int64_t>(ids, tokens, start, local, rows, found); });
     return results(y, found);
   });
   for (int64_t t = 0; t < tokens; ++t) {
@@ -261,7 +262,7 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
   expect_equal("y", y, want);
   std::stable_sort(order.data(), order.data() + tokens,
                    [&](int64_t a, int64_t b) { return unsorted[a] < unsorted[b]; });
-  for (int64_t i = 0; i < tokens; ++i) sorted[i] = unsorted[order[i]];
+  for (int64_t i = 0; i < tokens; ++i) sorted[i] = static_cast<int16_t>(unsorted[order[i]]);
   for (int64_t row = 0; row < local; ++row)
     for (int64_t j = 0; j < hidden; ++j) {  // in token order: to the bit
       A sum = 0;
@@ -269,14 +270,22 @@ void embedding(int64_t tokens, int64_t hidden, int blocks) {
         if (unsorted[t] == row) sum += to_acc(grad[t * hidden + j]);
       want_dw[row * hidden + j] = from_acc<T>(sum);
     }
-  const auto [dw] = run_in_every_order(name + " backward", [&] {
-    Tensor<T> dw(rows * hidden);
-    std::fill_n(dw.data(), rows * hidden, from_acc<T>(A(0)));
-    launch(grid(1), kThreads,
-           [&] { embedding_bwd_kernel<N, T>(grad, sorted, order, tokens, hidden, rows, dw); });
-    return results(dw);
-  });
-  expect_equal("dw", dw, want_dw);
+  const auto backward = [&](auto at_once) {
+    const auto [dw] = run_in_every_order(name + " backward", [&] {
+      Tensor<T> dw(rows * hidden);
+      Tensor<Segment> segments(rows);
+      std::fill_n(segments.data(), rows, Segment{0, 0});
+      launch(std::min(grid_for(tokens), blocks), kThreads,
+             [&] { embedding_segments_kernel<int16_t>(sorted, tokens, rows, segments); });
+      launch(std::min(grid_for(warp_row_threads<N>(rows, hidden)), blocks), kThreads, [&] {
+        embedding_bwd_kernel<N, decltype(at_once)::value, T>(grad, segments, order, hidden, rows,
+                                                             dw);
+      });
+      return results(dw);
+    });
+    expect_equal("dw", dw, want_dw);
+  };
+  backward(std::integral_constant<int, 4>{}), backward(std::integral_constant<int, 8>{});
 }
 
 // The last token's last columns in an output of more than 2^31 elements

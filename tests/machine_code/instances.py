@@ -67,12 +67,15 @@ def vocabularies():
             for ids in ("int64_t", "int32_t"):
                 arguments = (width, dtype, ids, "InRange")
                 yield Instance("vocab_embedding", "embedding_fwd_kernel", arguments, 256, dtype)
-            yield Instance("vocab_embedding", "embedding_bwd_kernel", (width, dtype), 256, dtype)
+            for rows in (4, 8):
+                yield Instance("vocab_embedding", "embedding_bwd_kernel", (width, rows, dtype), 256, dtype)
     for dtype in (DOUBLE, FLOAT):
         yield Instance("vocab_cross_entropy", "ce_loss_kernel", (dtype,), 256, dtype)
         yield Instance("vocab_cross_entropy", "ce_check_kernel", (dtype, "InRange", "InRange"), 256, dtype)
-    for ids in ("int64_t", "int32_t"):
-        yield Instance("vocab_embedding", "embedding_rows_kernel", (ids,), 256, ids)
+    for row in ("int64_t", "int32_t", "short"):
+        yield Instance("vocab_embedding", "embedding_segments_kernel", (row,), 256, row)
+        for ids in ("int64_t", "int32_t"):
+            yield Instance("vocab_embedding", "embedding_rows_kernel", (ids, row), 256, ids)
 
 
 def random_words():

@@ -412,9 +412,9 @@ CUDA = [
     _bug(
         "embedding_segments",
         "kernels/vocab_embedding.cuh",
-        "(begin > 0 && rows[begin - 1] == row) || ",
+        "if (i == 0 || sorted[i - 1] != row)",
         "",
-        "Every occurrence of an id writes the sum of those from it on.",
+        "Occurrences of an id before one of them are lost.",
         "emulation/test_emulation.py::test_kernels[vocabulary]",
     ),
     _bug(
