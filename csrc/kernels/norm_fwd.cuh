@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   __shared__ A scratch[32];
   T* const own =
       shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) + threadIdx.y * shared_row : nullptr;
-  Vec<T, kN> kept[kCached > 0 ? kCached : 1];
+  constexpr int kSlots = kCached > 0 ? kCached : 1;
+  Vec<T, kN> kept[kSlots];
   // All groups of a block run the same iterations, those past the last row with nothing to add: the
   // sums need whole warps
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
@@ -48,8 +49,22 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
       if constexpr (kCached > 0) return kept[slot];
       return load<kN>(again, i);
     };
-    if constexpr (kCached > 0)
-      norm_each<kN, kCached>(owned, [&](int slot, int64_t i) { kept[slot] = read(i); });
+    // All loads of a row without a branch or a store between them, so that they are in flight
+    // together; those of a row past the last are of the first
+    if constexpr (kCached > 0) {
+      const int64_t from = row < rows ? start : 0;
+      norm_load_row<kN, kCached>(x, from, n, kept);
+      if (residual != nullptr) {
+        Vec<T, kN> r[kSlots];
+        norm_load_row<kN, kCached>(residual, from, n, r);
+        norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
+#pragma unroll
+          for (int e = 0; e < kN; ++e)
+            kept[slot].v[e] = from_acc<T>(to_acc(kept[slot].v[e]) + to_acc(r[slot].v[e]));
+          store<kN>(sum + start, i, kept[slot]);
+        });
+      }
+    }
     A mean = 0;
     if constexpr (kCentred) {
       norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
@@ -73,9 +88,13 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
     if constexpr (kCentred)
       norm_correct(mean, squares, norm_row_sum(rest, scratch), static_cast<A>(n));
     const A rstd = norm_rstd(squares, static_cast<A>(n), eps);
+    // Two parameters, or wider ones, would leave too few registers
+    constexpr bool kTogether = kCached > 0 && !kCentred && sizeof(W) == sizeof(T);
+    Vec<W, kN> weights[kSlots];
+    if (kTogether && weight != nullptr) norm_load_row<kN, kSlots>(weight, 0, n, weights);
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
       const Vec<T, kN> v = get(slot, i);
-      const auto w = norm_param<kN>(weight, i, 1.f);
+      const auto w = norm_param<kN>(weight, i, 1.f, kTogether ? &weights[slot] : nullptr);
       const auto b = norm_param<kN>(kCentred ? bias : nullptr, i, 0.f);
       Vec<T, kN> r;
 #pragma unroll

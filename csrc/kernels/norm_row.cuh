@@ -32,7 +32,7 @@ struct NormLaunch {
 template <typename T>
 inline NormLaunch norm_launch(int64_t n, bool aligned, int kept = kNormCached) {
   const int64_t vectors = n / kVec<T>;
-  const bool cached = aligned && vectors <= kept * kNormMaxThreads;
+  const bool cached = aligned && n > 0 && vectors <= kept * kNormMaxThreads;
   const int64_t wanted = cached ? (vectors + kept - 1) / kept : (n + 7) / 8;
   int width = 1;
   while (width < 32 && width < wanted) width *= 2;
@@ -182,16 +182,17 @@ __device__ __forceinline__ Vec<T, kN> norm_zeros_unless(bool owns, const Vec<T, 
   return result;
 }
 
-// w or b at i, or its neutral value
+// w or b at i, or its neutral value; `loaded` if it was loaded before
 template <int kN, typename W>
-__device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, float neutral) {
+__device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, float neutral,
+                                                        const Vec<W, kN>* loaded = nullptr) {
   Vec<acc_t<W>, kN> result;
   if (p == nullptr) {
 #pragma unroll
     for (int e = 0; e < kN; ++e) result.v[e] = neutral;
     return result;
   }
-  const Vec<W, kN> v = load<kN>(p, i);
+  const Vec<W, kN> v = loaded != nullptr ? *loaded : load<kN>(p, i);
 #pragma unroll
   for (int e = 0; e < kN; ++e) result.v[e] = to_acc(v.v[e]);
   return result;

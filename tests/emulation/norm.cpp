@@ -213,6 +213,7 @@ void choices() {
   const auto vectors = [](int64_t n, bool centred, LaunchChoice tuned = {}) {
     return norm_bwd_launch<T>(n, true, centred, tuned).vectors;
   };
+  if (norm_launch<T>(0, true).cached) wrong("an empty row has no vector to load");
   if (vectors(1024, true) != 2 || vectors(1024, false) != 4) wrong("the rule, 1024");
   if (vectors(16384, true) != 4) wrong("a long row needs four vectors");
   if (vectors(1024, true, {1}) != 1 || vectors(1024, false, {2}) != 2) wrong("a choice is lost");
