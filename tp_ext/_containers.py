@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-_PLAIN: tuple[type, ...] = (
+PLAIN_VALUES: tuple[type, ...] = (
     type(None),
     numbers.Number,
     str,
@@ -28,8 +28,8 @@ _PLAIN: tuple[type, ...] = (
     slice,
     type,
 )
-_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype)
-_PLAIN += (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
+PLAIN_VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype)
+PLAIN_VALUES += (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 _CODE: tuple[type, ...] = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _DEEPEST = 12
 
@@ -69,7 +69,7 @@ def is_cache(value: Any) -> bool:
 def _visit(value: Any, name: str, contents: NestedTensors, above: set[int], is_skipped: Callable[[Any], bool]) -> None:
     if isinstance(value, Tensor):
         contents.tensors[name] = value
-    elif isinstance(value, _PLAIN + _CODE) or id(value) in above or is_skipped(value):
+    elif isinstance(value, PLAIN_VALUES + _CODE) or id(value) in above or is_skipped(value):
         return
     elif (array := _array_of(value)) is not None:
         if array.dtype.kind in "biufc":
@@ -109,9 +109,14 @@ def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         items, _ = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
         yield from ((f"{name}[{k}]", item) for k, item in enumerate(items))
     else:
-        slots = [slot for cls in type(value).__mro__ for slot in _slots_of(cls)]
-        names = dict.fromkeys([*getattr(value, "__dict__", {}), *slots])
-        yield from ((f"{name}.{key}", getattr(value, key)) for key in names if hasattr(value, key))
+        yield from ((f"{name}.{key}", getattr(value, key)) for key in attributes_of(value))
+
+
+def attributes_of(value: Any) -> list[str]:
+    """Returns the names of the attributes that an object has of its own."""
+    slots = [slot for cls in type(value).__mro__ for slot in _slots_of(cls)]
+    names = dict.fromkeys([*getattr(value, "__dict__", {}), *slots])
+    return [key for key in names if hasattr(value, key)]
 
 
 def _slots_of(cls: type) -> list[str]:

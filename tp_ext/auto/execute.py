@@ -42,12 +42,13 @@ from tp_ext.auto.modules.token_hooks import (
     TokenLengths,
 )
 from tp_ext.auto.moved import keep_names
+from tp_ext.auto.record.arguments import autocast, without_modes
 from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
 from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d, patch
-from tp_ext.auto.search.plans import Plan, example_for
+from tp_ext.auto.search.plans import Plan, example_for, has_example
 from tp_ext.auto.search.sizes import SizedForward
 from tp_ext.conversions import P, S
 from tp_ext.group import Group, ParallelGroup, parallel_group, process_group
@@ -169,9 +170,12 @@ def _prove(plan: Plan, model: nn.Module, group: Group) -> str:
     """Runs the local model on fakes; returns an error unless its calls have the shapes with which it was
     proven."""
     parallel = parallel_group(group)
-    if plan.p == 1 or plan.example is None or not plan.proofs:
+    if plan.p == 1 or not has_example(plan) or not plan.proofs:
         return ""
-    failed = _failure(plan, model, parallel.rank)
+    with without_modes():
+        failed = _failure(plan, model, parallel.rank)
+    if failed and autocast():
+        failed = _failure(plan, model, parallel.rank)
     if failed and plan.proof == "values":
         # Norms over batches and dropout make other calls in eval mode: planned in one mode, applied in the other. The
         # proof by values ran both

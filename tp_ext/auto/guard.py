@@ -34,14 +34,15 @@ from tp_ext.auto.moved import gone_modules, moved, refuse_copies
 from tp_ext.auto.plan_again import plan_again
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.prove_values import Apply
+from tp_ext.auto.record.arguments import autocast, without_modes
 from tp_ext.auto.record.edits import CallEdits
 from tp_ext.auto.record.flow import CallFlow, flow_of, is_number, on_meta
 from tp_ext.auto.record.forwards import named_arguments
 from tp_ext.auto.record.numbers import ReadNumbers
 from tp_ext.auto.record.trace import Arguments, arguments
-from tp_ext.auto.search.localize import argument_names
-from tp_ext.auto.search.plans import Plan, example_for
-from tp_ext.auto.signature import signature, values_without_lengths
+from tp_ext.auto.search.localize import argument_names, leaf_at
+from tp_ext.auto.search.plans import Plan, example_for, has_example
+from tp_ext.auto.signature import numbers_of, signature
 from tp_ext.auto.synced import Synced
 from tp_ext.auto.traced_calls import look_while_traced
 from tp_ext.group import ParallelGroup
@@ -86,7 +87,8 @@ class Guard:
             the boundaries of the model. read: those whose code reads numbers from arguments, with these, the last ones
             of each kind. number_proofs: how many of them were proven. flows: what they call, by digests. regions: tests
             of other lengths and numbers with which the calls of a kind have the same flow. records: how many flows of a
-            kind have been recorded. modes: those of the modules in which the example's is known. ignored: attributes
+            kind have been recorded. modes: those of the modules in which the example's is known. dtype: torch's default
+            when the plan was applied. ignored: attributes
             that forward itself sets before it reads them; None: not looked for yet. watches: of each copy of the model.
     """
 
@@ -102,6 +104,7 @@ class Guard:
     regions: dict[Any, list[tuple[Callable[[Sequence[Any]], bool], CallEdits | None]]] = field(default_factory=dict)
     records: collections.Counter[Any] = field(default_factory=collections.Counter)
     modes: set[tuple[bool, ...]] = field(default_factory=set)
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     ignored: set[Path] | None = None
     watches: weakref.WeakKeyDictionary[nn.Module, tuple[StateWatch, dict[Path, str]]] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -158,12 +161,14 @@ class Guard:
         given = {"args": args, **kwargs} if named is None else named
         kinds, values, opaque = signature(given)
         changes = self.changes(module)
-        mode = torch.is_grad_enabled(), _autocast(), self.watches[module][0].dtype()
+        modes = autocast(), torch.get_default_dtype(), torch.is_inference_mode_enabled()
+        mode = torch.is_grad_enabled(), *modes, self.watches[module][0].dtype()
         call = kinds, values, mode, tuple(changes.items())
         if call in self.seen:
             return self.seen[call]
         # What cannot be left out of a run on fakes has no run of its own
-        known = {name: value for name, value in given.items() if name not in opaque}
+        known = {name: value for name, value in given.items() if not opaque.get(name)}
+        is_example = has_example(self.plan) or not any(opaque.values())
         example = known if named is not None else Arguments(args, kwargs) if kwargs else args
         for numbers, edits in self.read.get(call, ()):
             if numbers.hold(arguments(example)):
@@ -173,7 +178,7 @@ class Guard:
         gradients = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(gradients):
             # Without its cache a call of a decoding has other tokens, of which the plan's own are sharded
-            if not opaque or (named is not None and (changes or not self.plan.tokens)):
+            if not opaque or (named is not None and is_example and (changes or not self.plan.tokens)):
                 edits, read = self.look_at(module, call, changes, example, bool(opaque))
         if read is not None:
             self.read.setdefault(call, collections.deque(maxlen=MAX_READ)).appendleft((read, edits))
@@ -258,12 +263,14 @@ class Guard:
                 self.know_example(tuple(watch.modes.values()))
         with Synced(self.structure, watch, changes, self.base):
             try:
-                flow = flow_of(self.structure, on_meta(example, integers=False))
+                flow = flow_of(self.structure, on_meta(example, is_recorded=False))
             except Exception:  # of any type: of the model's code, on which the proof has a sentence
                 if in_part:
                     return None, None
-                return self.prove(on_meta(example, integers=False), changes, None, hidden)[0], None
-            fixed = kinds, values_without_lengths(example), state, flow.numbers
+                return self.prove(on_meta(example, is_recorded=False), changes, None, hidden)[0], None
+            if mode[3]:
+                self.compare_in_inference_mode(example, flow)
+            fixed = kinds, numbers_of(example), state, flow.numbers
             example = on_meta(example, flow.read)
             known = self.known(flow, hidden, fixed)
             proven = (known.edits, True) if known is not None else self.prove(example, changes, flow, hidden)
@@ -278,6 +285,15 @@ class Guard:
                 regions = [(holds, edits) for holds in region_of(self.structure, example, flow)]
                 self.regions.setdefault(group, []).extend(regions)
             return edits, flow.read
+
+    def compare_in_inference_mode(self, example: Any, flow: CallFlow) -> None:
+        """Raises RuntimeError if a call does otherwise in inference mode than in its flow: there no proof runs."""
+        with torch.inference_mode():
+            if flow_of(self.structure, on_meta(example, is_recorded=False)).calls != flow.calls:
+                raise RuntimeError(
+                    "model: forward calls other functions in torch.inference_mode(), where nothing can be proven: call "
+                    "it under torch.no_grad()"
+                )
 
     def count_proof(self, read: ReadNumbers) -> None:
         """Counts the proofs for numbers that code reads.
@@ -294,7 +310,7 @@ class Guard:
 
     def know_example(self, modes: tuple[bool, ...]) -> None:
         """Records the flow of the plan's example, once for each mode."""
-        if modes in self.modes:
+        if modes in self.modes or not has_example(self.plan) or torch.get_default_dtype() != self.dtype:
             return
         self.modes.add(modes)
         example = example_for(self.plan, self.structure)
@@ -302,13 +318,15 @@ class Guard:
         named = named_arguments(self.structure, args, kwargs)
         kinds, _, _ = signature({"args": args, **kwargs} if named is None else named)
         try:
-            flow = flow_of(self.structure, example)
-            # A plan without proofs may have been made in the other mode
-            if not self.plan.proofs and flow.calls != self.flow_in_other_mode(example).calls:
-                return
+            with without_modes():
+                example = example if named is None else named
+                flow = flow_of(self.structure, example)
+                # A plan without proofs may have been made in the other mode
+                if not self.plan.proofs and flow.calls != self.flow_in_other_mode(example).calls:
+                    return
         except Exception:  # of any type: each call is proven then
             return
-        fixed = kinds, values_without_lengths(example if named is None else named), (), flow.numbers
+        fixed = kinds, numbers_of(example), (), flow.numbers
         self.flows.setdefault((flow.calls, ()), []).append(ProvenCall(flow.sizes, fixed, with_gradients=True))
 
     def flow_in_other_mode(self, example: Any) -> CallFlow:
@@ -347,9 +365,7 @@ class Guard:
             names, named = [], {**dict(zip(map(str, range(len(args))), args, strict=True)), **kwargs}
         for place, key, *rest in self.plan.refused_inputs:
             name = names[int(key)] if place == 0 and int(key) < len(names) else str(key)
-            value = named.get(name)
-            for inner in rest:
-                value = value[inner] if value is not None else None
+            value = leaf_at(named.get(name), rest)
             if isinstance(value, Tensor) and value.requires_grad:
                 raise RuntimeError(
                     f"{name}: has requires_grad=True, and its gradient would be partial; plan with an example whose "
@@ -398,8 +414,3 @@ def region_of(structure: nn.Module, example: Any, flow: CallFlow) -> list[Callab
         return []
     same = (symbolic.calls, symbolic.sizes) == (flow.calls, flow.sizes)
     return [symbolic.holds] if same and symbolic.holds is not None else []
-
-
-def _autocast() -> tuple[Any, ...]:
-    on = tuple(device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
-    return tuple((device, torch.get_autocast_dtype(device)) for device in on)

@@ -39,7 +39,7 @@ PARAMETRIZED = "parametrizations"
 NEW = " (new)"  # the end of the name of a module that has come since
 INTERNAL = {*vars(nn.Module()), NAME, "save_pretrained", "tp_call", "tp_edited", "tp_ext_plan", "tp_layouts",
             "tp_shardings", "_is_hf_initialized", "_is_torch_compile", "_output_capturing_hooks_installed",
-            "_compile_kwargs", "generate", "resize_token_embeddings"}  # fmt: skip
+            "_compile_kwargs", "_compiled_call_impl", "generate", "resize_token_embeddings"}  # fmt: skip
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module that a wrapper of torch has
 LIBRARIES = ("torch", "tp_ext", "transformers", "accelerate", "builtins", "collections", "functools", "einops")
 DEPTH = 4  # of plain objects and dicts inside of an attribute

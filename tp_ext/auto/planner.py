@@ -16,11 +16,12 @@ from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.record import progress
+from tp_ext.auto.record.arguments import autocast, without_modes
 from tp_ext.auto.record.rules import Rule, from_notation
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.hints import PlanOptions, check_hints, hint_of
 from tp_ext.auto.search.in_blocks import whole_advice
-from tp_ext.auto.search.plans import Plan, example_for
+from tp_ext.auto.search.plans import Plan, example_for, has_example
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import Planner
 from tp_ext.mesh_program.partition_spec import P
@@ -95,7 +96,14 @@ def plan(
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     check_hints(model, options.hints)
     with progress.shown():
-        result, planner = _planned(model, example, p, user_rules, options, prove, budget)
+        try:
+            with without_modes():
+                result, planner = _planned(model, example, p, user_rules, options, prove, budget)
+        except ValueError:
+            if not autocast():
+                raise
+            # It may have no other types with which it runs
+            result, planner = _planned(model, example, p, user_rules, options, prove, budget)
     result.rules = dict(rules or {})
     _check_sharded(result, planner, strict)
     _check_proof(result, strict)
@@ -134,7 +142,7 @@ def replan_in_blocks(of: Plan, model: nn.Module, blocks: int) -> Plan:
     Raises:
         ValueError: as :func:`plan`, or the plan does not keep its example.
     """
-    if of.example is None:
+    if not has_example(of):
         raise ValueError("invariant_blocks: must be given to auto.plan, since this plan does not keep its example")
     hints = {name: "whole" for name, reason in of.whole.items() if reason.startswith(WHOLE_BY_HINT)}
     tokens = bool(of.tokens)

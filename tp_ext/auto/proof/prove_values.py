@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import tp_ext.random as tp_random
 from tp_ext._containers import contents_of, is_cache
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.watched_hooks import watched_hooks
+from tp_ext.auto.record.arguments import with_strides_of, with_tensors
 from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import Arguments, arguments
@@ -122,7 +123,9 @@ def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_kept: bool = False) -> Tensor:
     """The value of a buffer or an argument; one on meta, or one of zeros that is not kept, gets a random one."""
     # Zeros stand for any values, and hide errors
-    if not tensor.is_meta and (is_kept or tensor.dtype == torch.bool or bool(tensor.any())):
+    if not tensor.is_meta and (
+        is_kept or tensor.layout != torch.strided or tensor.dtype == torch.bool or bool(tensor.any())
+    ):
         return tensor.detach().to("cpu", _target(tensor, dtype), copy=True)
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
@@ -137,21 +140,19 @@ def examples(example: Any, dtype: torch.dtype | None, read: Container[int] = ())
     their values."""
     generator = torch.Generator().manual_seed(1)
 
-    def value(x: Any) -> Any:
-        return _value(x, generator, dtype, id(x) in read) if isinstance(x, Tensor) else x
+    def value(x: Tensor) -> Tensor:
+        return with_strides_of(x, _value(x, generator, dtype, id(x) in read))
 
-    first = tree_map(value, arguments(example))
+    first = with_tensors(arguments(example), value)
     yield "the example", first
     # A second batch shows a length of the example that has become a constant of the plan
     batch = next((t.shape[0] for _, t in tensors(first) if t.dim() > 1), None)
 
-    def longer(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dim() and x.shape[0] == batch:
-            return torch.cat([x, x[:1]])
-        return x
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat([x, x[:1]]) if x.layout == torch.strided and x.dim() and x.shape[0] == batch else x
 
     if batch is not None:
-        yield "another batch", tree_map(longer, first)
+        yield "another batch", with_tensors(first, longer)
 
 
 def few_tokens(example: Any, p: int) -> Any:
@@ -163,15 +164,13 @@ def few_tokens(example: Any, p: int) -> Any:
         return example
     lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
 
-    def shorter(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def shorter(x: Tensor) -> Tensor:
         # A mask [batch, 1, query, key] has tokens in its last dims, too
         for dim, size in enumerate(x.shape[:2] if x.dim() < 4 else x.shape):
             x = x.narrow(dim, 0, lengths.get(size, size))
         return x
 
-    short = tree_map(shorter, (args, kwargs))
+    short = with_tensors((args, kwargs), shorter)
     if isinstance(example, Arguments):
         return Arguments(*short)
     return {**short[1]} if isinstance(example, Mapping) else short[0]
@@ -198,13 +197,12 @@ def _results(
     model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any], input_gradients: bool
 ) -> RunResults:
 
-    def fresh(x: Any) -> Any:
+    def fresh(x: Tensor) -> Tensor:
         # Copies: a model may write to its inputs, and both runs must get the same
-        if not isinstance(x, Tensor):
-            return x
-        return x.detach().clone().requires_grad_(backward and input_gradients and x.is_floating_point())
+        is_differentiable = backward and input_gradients and x.is_floating_point()
+        return with_strides_of(x, x.detach().clone()).requires_grad_(is_differentiable)
 
-    args, kwargs = tree_map(fresh, call)
+    args, kwargs = with_tensors(call, fresh)
     for parameter in model.parameters():
         parameter.grad = None  # of the run before; it would be added to
     tp_random.manual_seed(0)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from tp_ext.auto.proof.copies import copy_of_structure
 from tp_ext.auto.proof.prove_values import FEW, UnprovenError
+from tp_ext.auto.record.arguments import with_tensors
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.integers import IntegerSearch
@@ -182,10 +182,10 @@ def _is_table(part: Planner, name: str) -> bool:
 def _with_fewer_ids(example: Any, rows: int | None) -> Any:
     """The example with integers below the rows of the smallest table; negative ones, which losses ignore, stay."""
 
-    def fewer(x: Any) -> Any:
+    def fewer(x: Tensor) -> Tensor:
         # Other tensors are no indices, and without a table no index can be too large
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64) or x.is_meta or rows is None:
+        if x.dtype not in (torch.int32, torch.int64) or x.is_meta or rows is None:
             return x
         return torch.where(x < rows, x, x % rows)
 
-    return tree_map(fewer, example)
+    return with_tensors(example, fewer)

@@ -8,6 +8,7 @@ branches on them, so they may be symbols: then the comparisons made with them sa
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 import sys
@@ -16,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -23,9 +25,10 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
 
+from tp_ext.auto.record.arguments import with_tensors
 from tp_ext.auto.record.numbers import ReadNumbers, has_values, read_ids
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.trace import Arguments, arguments, is_of_fakes, trace
@@ -35,11 +38,14 @@ NUMERIC = {
     "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "true_divide", "__add__", "__radd__",
     "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__",
     "__itruediv__", "__rdiv__", "__div__", "__idiv__", "dropout", "tensor", "as_tensor", "full", "full_like", "fill_",
-    "new_full", "new_tensor", "scalar_tensor",
+    "new_full", "new_tensor", "scalar_tensor", "clamp", "clamp_", "clamp_min", "clamp_max", "clip", "clip_",
+    "masked_fill", "masked_fill_", "gt", "lt", "ge", "le", "eq", "ne", "__gt__", "__lt__", "__ge__", "__le__",
+    "__eq__", "__ne__",
 }  # fmt: skip
 # They call functions of torch to save and restore the state of generators
 MACHINERY = ("torch.utils.checkpoint", "torch.random", "torch.cuda", "torch.autograd")
 NUMBERS = (int, float)
+SWITCHES = (bool, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def is_number(value: Any) -> bool:
@@ -163,8 +169,12 @@ class _FlowRecorder(TorchFunctionMode):
             return f"{{{','.join(f'{key}:{self.text(inner, numeric)}' for key, inner in value.items())}}}"
         if isinstance(value, slice):
             return f"slice{self.text([value.start, value.stop, value.step], numeric)}"
-        if value is None or value is Ellipsis or isinstance(value, bool | str | torch.dtype | torch.device):
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or value is Ellipsis or isinstance(value, SWITCHES):
             return str(value)
+        if isinstance(value, np.ndarray):
+            return f"array {value.tolist()}"
         is_integer = isinstance(value, int | torch.SymInt)
         if not is_integer and not isinstance(value, float | torch.SymFloat):
             return getattr(value, "__qualname__", type(value).__qualname__)
@@ -179,6 +189,9 @@ class _FlowRecorder(TorchFunctionMode):
         return "int"
 
     def place(self, tensor: Tensor) -> str:
+        if not self.places:
+            # By their names: the gradient of one is summed over the ranks, and that of another is not
+            self.places = {id(t): f"argument {'.'.join(map(str, path[1:]))}" for path, t in self.record.inputs}
         if id(tensor) not in self.places:
             named = self.record.parameters.get(id(tensor)) or self.record.buffers.get(id(tensor))
             self.places[id(tensor)] = named[0] if named else f"t{len(self.places)}"
@@ -186,23 +199,21 @@ class _FlowRecorder(TorchFunctionMode):
         return self.places[id(tensor)]
 
 
-def on_meta(example: Any, read: ReadNumbers | None = None, *, integers: bool = True) -> Any:
+def on_meta(example: Any, read: ReadNumbers | None = None, *, is_recorded: bool = True) -> Any:
     """A call's arguments by their shapes alone: what a transform of torch.func has wrapped must not enter a structure.
 
     Args:
-        read: what code reads of them, which keeps its values. integers: whether all other integers are on meta.
+        read: what code reads of them, which keeps its values. is_recorded: False: any may be read, and keeps them.
     """
     kept = read_ids(read, arguments(example))
 
-    def meta(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+    def meta(x: Tensor) -> Tensor:
+        if (id(x) in kept or not is_recorded or x.layout != torch.strided) and has_values(x):
             return x
-        is_read = id(x) in kept if integers else not (x.is_floating_point() or x.is_complex())
-        if is_read and has_values(x):
-            return x  # itself: one tensor in two arguments stays one
-        return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        shape = x.shape, x.stride()
+        return torch.empty_strided(*shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
-    return tree_map(meta, example)
+    return with_tensors(example, meta)
 
 
 def _digest(lines: list[str]) -> str:

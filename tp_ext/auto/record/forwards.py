@@ -54,7 +54,7 @@ _signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = 
 
 
 def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by their names, without those that are None; None: they have no names."""
+    """The arguments of a call by their names, without those that are None as by default; None: they have no names."""
     forward = _signature(type(model).forward)
     try:
         bound = forward.bind(model, *args, **kwargs)
@@ -66,9 +66,12 @@ def named_arguments(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> d
         # The arguments in *args have no names by which two calls could be compared
         if kind == inspect.Parameter.VAR_POSITIONAL:
             return None
-        named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
-    # A call with mask=None takes the path of a call without a mask
-    return {name: value for name, value in named.items() if value is not None}
+        if kind == inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        # A call with mask=None takes the path of a call without a mask
+        elif value is not None or forward.parameters[name].default is not None:
+            named[name] = value
+    return named
 
 
 def options_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:

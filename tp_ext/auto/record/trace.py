@@ -8,8 +8,6 @@ whole."""
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import logging
 import sys
@@ -22,9 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
+from tp_ext.auto.record.arguments import with_tensors
 from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.forwards import CalledForward, options_of
@@ -259,21 +257,16 @@ def trace(
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if fakes is None else fakes
     fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
-    def fake(value: Any, shape: Sequence[int] | None = None) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            # tree_map takes it for a leaf
-            clone = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(clone, field.name, tree_map(fake, getattr(value, field.name)))
-            return clone
-        if not isinstance(value, Tensor):
+    def fake(value: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        if value.layout != torch.strided:  # which has no fake
             return value
         if id(value) not in fakes_by_id:
-            # With its strides: code asks whether it is contiguous; a local shape has no strides to copy
-            if shape is None or tuple(shape) == tuple(value.shape):
-                fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            else:
-                fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
+            with fakes:
+                # With its strides: code asks whether it is contiguous; a local shape has no strides to copy
+                if shape is None or tuple(shape) == tuple(value.shape):
+                    fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+                else:
+                    fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
             fakes_by_id[id(value)] = fake_tensor, value
         return fakes_by_id[id(value)][0]
 
@@ -284,9 +277,8 @@ def trace(
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None
     ]
-    with fakes:
-        state = {name: fake(tensor, (shapes or {}).get(name)) for name, tensor in named}
-        args, kwargs = tree_map(fake, arguments(example))
+    state = {name: fake(tensor, (shapes or {}).get(name)) for name, tensor in named}
+    args, kwargs = with_tensors(arguments(example), fake)
     for name, parameter in named:
         if not isinstance(parameter, nn.Parameter):
             continue
@@ -300,7 +292,11 @@ def trace(
     record.inputs = list(tensors((args, kwargs)))
     # They may require no gradient in the example, and do so where the model is a part of a larger model
     record.from_inputs = {id(t) for _, t in record.inputs if t.is_floating_point() or t.is_complex()}
-    record.differentiable |= {id(fakes_by_id[id(t)][0]) for _, t in tensors(arguments(example)) if t.requires_grad}
+    record.differentiable |= {
+        id(fakes_by_id[id(t)][0])
+        for _, t in tensors(arguments(example))
+        if t.requires_grad and t.layout == torch.strided
+    }
     # Every rank gets the whole inputs
     record.shares_inputs = shares_inputs
     for path, tensor in record.inputs:

@@ -338,7 +338,20 @@ def replaced_argument(
     not pass it."""
     path_in_call = argument_path(module, args, kwargs, path)
     both: tuple[Any, Any] = args, kwargs
-    return both if path_in_call is None else replaced(both, path_in_call, function)
+    # A call may have another kind of argument in its place
+    has_tensor = path_in_call is not None and isinstance(leaf_at(both, path_in_call), Tensor)
+    return replaced(both, path_in_call, function) if has_tensor else both
+
+
+def leaf_at(value: Any, path: Sequence[Any]) -> Any:
+    """Returns what a path leads to in a nested structure; None: nothing."""
+    for key in path:
+        is_container = isinstance(value, list | tuple | Mapping)
+        try:
+            value = value[key] if is_container else getattr(value, str(key))
+        except (LookupError, AttributeError, TypeError):
+            return None
+    return value
 
 
 def replaced(value: Any, path: LeafPath, function: Callable[[Tensor], Tensor]) -> Any:

@@ -36,6 +36,7 @@ from tp_ext.conversions import I, P, R, S, Type
 from tp_ext.sharding import Part, Sharding
 
 VERSION = 8
+UNKNOWN = {"unknown": True}  # the description of an example that JSON does not hold
 DIGEST = "sha256"  # of the rest of the file, which is so the plan that was proven
 
 
@@ -57,7 +58,7 @@ class Plan:
         draws: calls that draw random masks. buffers: shardings of buffers.
         shapes: name of a parameter -> its full shape.
         example: the example's structure, tensors as shape and dtype, with the values of those of which code reads
-            numbers; None if it holds other objects.
+            numbers; ``UNKNOWN`` if it holds other objects; None: calls are not compared with it.
         proof: ``"values"``: the sharded model was run and compared; ``"shapes"``: only its shapes are proven, with the
             reason.
         refused_inputs: arguments whose gradient would be a rank's part: they must not require one.
@@ -146,7 +147,7 @@ class Plan:
             if name not in self.shapes or not 0 <= sharding.dim < len(self.shapes[name]):
                 raise ValueError(f"shardings: {name!r} must have a shape with dim {sharding.dim}")
             sharding.local_shape(self.shapes[name], 0, self.p)
-        if self.example is not None:
+        if has_example(self):
             try:
                 undescribed(self.example)
             except Exception as error:  # whatever torch and Python say of a value of another form
@@ -351,21 +352,30 @@ def _by_text(reasons: dict[str, str]) -> dict[str, list[str]]:
 
 
 def described(example: Any, read: ReadNumbers | None = None) -> Any:
-    """An example as JSON holds it, with the values of tensors that are read; None if it has other objects than tensors,
-    numbers and text in dicts, lists and tuples."""
+    """An example as JSON holds it, with the values of tensors that are read; ``UNKNOWN`` if it has other objects than
+    tensors, numbers and text in dicts, lists and tuples."""
     if isinstance(example, Arguments):  # of a call that the guard proves: no plan that is saved has it
-        return None
-    return _described(example, read_ids(read, arguments(example)))
+        return UNKNOWN
+    given = example if isinstance(example, tuple) else dict(example)
+    return _described(given, read_ids(read, arguments(example))) or UNKNOWN
+
+
+def has_example(plan: Plan) -> bool:
+    """True if a plan keeps the example that it was made with."""
+    return plan.example not in (None, UNKNOWN)
 
 
 def _described(example: Any, read: Container[int]) -> Any:
     if isinstance(example, Tensor):
         values = {"values": example.tolist()} if id(example) in read else {}
+        # JSON has no NaN
+        if example.layout != torch.strided or (values and bool(example.ne(example).any())):
+            return None
         return {"shape": list(example.shape), "dtype": str(example.dtype).removeprefix("torch."), **values}
-    if isinstance(example, dict):
+    if type(example) is dict:
         items = {key: _described(value, read) for key, value in example.items()}
         return None if None in items.values() else {"dict": items}
-    if isinstance(example, list | tuple):
+    if type(example) in (list, tuple):
         items_of = [_described(value, read) for value in example]
         return None if None in items_of else {type(example).__name__: items_of}
     # A value of None is described, too: a description of None means that there is none
