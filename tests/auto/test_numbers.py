@@ -1,7 +1,8 @@
-"""Models whose code reads parameters and buffers as numbers."""
+"""Models whose code reads parameters, buffers and floating-point arguments as numbers."""
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,9 +76,10 @@ class Truth(Base):
         return self.mlp(x) if self.flag else x
 
 
-class OfInputs(Base):
+class OfActivations(Base):
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x) * x.max().item()
+        y = self.mlp(x)
+        return y * y.max().item()
 
 
 def _compare(group: Any, made: type[Base], on_meta: bool) -> list[str]:
@@ -116,9 +118,86 @@ def test_a_number_of_a_parameter_or_buffer(made: type[Base], sharded: list[str],
         (Branches, "branches on numbers that it reads from parameters or buffers, at test_numbers.py:"),
         (Lengths, "branches on numbers that it reads from parameters or buffers, at test_numbers.py:"),
         (Truth, "branches on values of tensors, by .* at test_numbers.py:"),
-        (OfInputs, "branches on values of tensors, by .* at test_numbers.py:"),
+        (OfActivations, "branches on values of tensors, by .* at test_numbers.py:"),
     ],
 )
 def test_what_follows_of_the_value_is_refused(made: type[Base], text: str):
     with pytest.raises(ValueError, match=text):
         auto.plan(made(), (torch.randn(3, WIDTH),), 2)
+
+
+class OfArgument(Base):
+    """What it reads of a floating-point argument, or of the features, is a row of the table."""
+
+    def __init__(self, row: str) -> None:
+        super().__init__()
+        self.row = row
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return FLOATS[self.row][0](self, x, t)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+def _of(*numbers: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(numbers if len(numbers) > 1 else numbers[0], dtype=dtype)
+
+
+NAN, SINGLE = _of(1.0, math.nan), torch.float32
+# forward, the example's value, those of other calls, those with which the shards do not serve
+FLOATS: dict[str, tuple[Callable[..., Tensor], Tensor, list[Tensor], list[Tensor]]] = {
+    "temperature": (lambda m, x, t: m.mlp(x / t.item()), _of(0.7), [_of(1.3), _of(0.2)], []),
+    "temperature in fp32": (lambda m, x, t: m.mlp(x) / float(t), _of(0.7, dtype=SINGLE), [_of(1.3, dtype=SINGLE)], []),
+    "branch": (lambda m, x, t: m.mlp(x) if t > 0 else m.softmax(x), _of(0.7), [_of(0.1)], [_of(-1.0), _of(0.0)]),
+    "tie": (
+        lambda m, x, t: m.mlp(x, 1 / m.up(x).shape[-1] if t <= 0.1 else 1),  # on a rank another number
+        _of(0.1000001, dtype=SINGLE),
+        [_of(2.0, dtype=SINGLE)],
+        [_of(0.1, dtype=SINGLE)],  # which is larger than 0.1 in fp64
+    ),
+    "other path": (lambda m, x, t: m.mlp(x) if t > 0 else m.mlp(2 * x), _of(0.7), [_of(-1.0), _of(-2.0)], []),
+    "list": (lambda m, x, t: m.mlp(x * t.tolist()[0]) * t.tolist()[1], _of(0.7, 2.0), [_of(1.0, 3.0)], []),
+    "length": (lambda m, x, t: m.mlp(x[: int(t)]), _of(3.0), [_of(2.0), _of(4.5)], []),
+    "dim": (lambda m, x, t: m.down(m.up(x) - m.up(x).mean(int(t), True)), _of(0.0), [_of(0.5)], [_of(1.0)]),
+    "NaN": (lambda m, x, t: m.softmax(x) if t.isnan().any() else m.mlp(x), _of(1.0, 2.0), [_of(3.0, 4.0)], [NAN]),
+    "planned with NaN": (lambda m, x, t: m.mlp(x) * len(t[~t.isnan()].tolist()), NAN, [_of(1.0, 2.0)], []),
+    "rows": (lambda m, x, t: m.mlp(x[x.sum(-1) > float(t)]), _of(0.0), [_of(1.0), _of(-1.0)], []),
+    "not zero": (lambda m, x, t: m.mlp(x[t.nonzero()[:, 0]]), _of(0.0, 1.0, 0.5), [_of(1.0, 0.0, 2.0)], []),
+    "clip": (lambda m, x, t: m.down(m.up(x).clamp(max=t.item())), _of(0.5), [_of(i / 64) for i in range(1, 40)], []),
+    "size of the features": (lambda m, x, t: m.mlp(x / x.abs().max().item()), _of(0.0), [_of(1.0)], []),
+    "finite features": (lambda m, x, t: m.mlp(x) if x.isfinite().all() else x, _of(0.0), [_of(1.0)], []),
+    "close": (
+        lambda m, x, t: m.mlp(x) if torch.allclose(t, torch.ones_like(t)) else m.softmax(x),
+        _of(1.0, 1.0),
+        [_of(1.0, 1.0 + 1e-9)],
+        [_of(1.0, 2.0)],
+    ),
+}
+
+
+def _reads_floats(group: Any, row: str) -> None:
+    _, value, others, refused = FLOATS[row]
+    torch.manual_seed(0)
+    model = OfArgument(row).double()
+    rows = [torch.randn(5, WIDTH, dtype=torch.float64) for _ in range(len(others) + 2)]
+    plan = auto.plan(model, (rows[0], value), group.size())
+    assert plan.proof == "values" and {"up.weight", "down.weight"} <= {*plan.shardings}
+    sharded = auto.apply(plan, copy.deepcopy(model), group)
+    for x, t in zip(rows, [value, *others, value], strict=True):
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        for each, given in zip((model, sharded), inputs, strict=True):
+            each.zero_grad()
+            (each(given, t) ** 2).sum().backward()
+        torch.testing.assert_close(sharded(x, t), model(x, t), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-11, atol=1e-12)
+        same_gradients(model, sharded, rtol=1e-11, atol=1e-12)
+    for t in refused:
+        with pytest.raises(RuntimeError, match="no call with these numbers of t: plan with one"):
+            sharded(rows[0], t)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("row", FLOATS)
+def test_a_number_of_a_floating_point_argument(row: str, p: int):
+    run(_reads_floats, p, row)

@@ -211,10 +211,6 @@ def activation_in_view(model: Reads, x: Tensor, values: Tensor) -> Tensor:
     return model.mlp(x) if first > 0 else x
 
 
-def floating_point(model: Reads, x: Tensor, values: Tensor) -> Tensor:
-    return model.mlp(x) if x.sum() > 0 else x
-
-
 def drawn(model: Reads, x: Tensor, values: Tensor) -> Tensor:
     return model.mlp(x) if torch.rand(1).item() > 0.5 else x
 
@@ -228,7 +224,6 @@ REFUSED: dict[str, tuple[Forward, Tensor, str]] = {
     "activation": (activation, LENGTHS, BRANCHES),
     "activation_in_mask": (activation_in_mask, LENGTHS, "forward computes lengths from values of tensors"),
     "activation_in_view": (activation_in_view, LENGTHS, BRANCHES),
-    "floating_point": (floating_point, LENGTHS, BRANCHES),
     "drawn": (drawn, LENGTHS, BRANCHES),
     "drawn_alike": (drawn_alike, LENGTHS, BRANCHES),
     "meta": (any_of_mask, MASK.to("meta"), "these arguments have their values, not on meta: argument 1"),

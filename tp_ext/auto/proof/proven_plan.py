@@ -54,6 +54,7 @@ class PlannerOf(Protocol):
 BUDGET = 2**30  # bytes of parameters
 TYPES = (torch.float64, torch.float32)
 _OF_A_CALL = (I, S), (S, I)
+READ_TOLERANCE = 0.05  # relative, of numbers that code reads of the example, in another type
 
 
 class Prover:
@@ -239,6 +240,8 @@ class Prover:
                 running = copy_of_structure(self.reduced)
                 filled(running, dtype)
                 calls = list(examples(self.example, dtype, read_ids(self.read, arguments(self.example))))
+                if self.read is not None and not self.read.hold(calls[0][1], READ_TOLERANCE):
+                    raise UnprovenError(f"numbers that code reads of the example are others in {dtype}")
                 prove(running, plan, whole, calls, dtype, self.apply, self.gradients)
                 return ""
             except DifferentValuesError as error:

@@ -1,8 +1,7 @@
 """Numbers that a model's code reads from tensors: ``self.scale.item()``, ``if not mask.any()``, ``h[mask]``.
 
-Fakes have no values. So what is computed from parameters and buffers alone, or from integer and Boolean arguments
-alone, is noted as instructions, and where code reads a number, or a length such as that of ``nonzero``, these run on
-the true tensors.
+Fakes have no values. So what is computed from parameters and buffers alone, or from arguments alone, is noted as
+instructions, and where code reads a number, or a length such as that of ``nonzero``, these run on the true tensors.
 
 Numbers of parameters and buffers: the true one where the model has it. A forward that gives the same record with other
 numbers does not branch on them; what a plan proves then holds for any. Truth values, which nothing but a branch reads,
@@ -15,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -107,7 +106,7 @@ def _started(instructions: Sequence[Instruction], roots: Mapping[int, Tensor]) -
 
 @dataclass
 class ReadNumbers:
-    """What a run of a model has read from integer and Boolean arguments.
+    """What a run of a model has read from arguments.
 
     Attributes:
         inputs: place -> the paths of that argument in ``(args, kwargs)``. instructions: those that lead to a number.
@@ -118,8 +117,8 @@ class ReadNumbers:
     instructions: list[Instruction] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
-    def hold(self, call: Any) -> bool:
-        """True if a call ``(args, kwargs)`` gives the same numbers and lengths.
+    def hold(self, call: Any, tolerance: float = 0.0) -> bool:
+        """True if a call ``(args, kwargs)`` gives the same numbers, within a relative tolerance, and lengths.
 
         The first numbers decide which code runs up to the next read, so that equal ones are all that it reads."""
         by_path = dict(tensors(call))
@@ -139,7 +138,7 @@ class ReadNumbers:
                     _, answer = instruction.run(values, device)
                 except Exception:  # of any type: such as an index out of the range of these arguments
                     return False
-                if instruction.answer is not None and instruction.answer != answer:
+                if instruction.answer is not None and not _is_same(instruction.answer, answer, tolerance):
                     return False
         return True
 
@@ -150,6 +149,12 @@ class ReadNumbers:
     def numbers(self) -> tuple[Any, ...]:
         """The numbers without the lengths: as on lengths of arguments no plan depends on these unless code branches."""
         return tuple(i.answer for i in self.instructions if i.answer is not None and not isinstance(i.answer, tuple))
+
+
+def _is_same(answer: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(answer, float) and isinstance(other, float):
+        return math.isclose(answer, other, rel_tol=tolerance) or (math.isnan(answer) and math.isnan(other))
+    return bool(answer == other)
 
 
 def read_ids(read: ReadNumbers | None, call: Any) -> set[int]:
@@ -185,7 +190,7 @@ class Numbers(TorchDispatchMode):
         for fake, tensor in state:
             self.begin(fake, Root(tensor))
         for fake, tensor, paths in inputs:
-            if id(fake) not in self.places and not (tensor.is_floating_point() or tensor.is_complex()):
+            if id(fake) not in self.places and not tensor.is_complex():
                 self.begin(fake, Root(tensor, paths))
 
     def begin(self, fake: Tensor, root: Root) -> None:
@@ -211,11 +216,9 @@ class Numbers(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if instruction is None:
-                if (chosen := self.selected(func, args, kwargs)) is None:
-                    raise
+            if (chosen := self.selected(func, args, kwargs)) is not None:
                 return chosen
-            if not self.is_readable(operands):
+            if instruction is None or not self.is_readable(operands):
                 raise
             result = self.read(instruction)
         if instruction is not None:
@@ -233,6 +236,10 @@ class Numbers(TorchDispatchMode):
         literal = func._schema.name in LITERALS and not isinstance(args[0], FakeTensor)
         known = literal or all(map(self.is_constant, operands))
         if not known or func.namespace == "prim" or draws_random_numbers(func):
+            return None
+        # What follows from arguments and parameters, as all activations do, is never read
+        roots = [] if literal else [root for t in operands for root in self.roots_of[_memory(t)]]
+        if len({bool(self.roots[place].paths) for place in roots}) > 1:
             return None
 
         def ref(x: Any) -> Any:
@@ -305,14 +312,14 @@ class Numbers(TorchDispatchMode):
         return tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x, result)
 
     def selected(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """The elements of an activation that a mask selects which follows from arguments alone; None: it is no such
-        call."""
+        """The elements of a tensor that a mask selects which follows from arguments alone, so that the mask alone is
+        read; None: it is no such call."""
         if func._schema.name == "aten::index":
             masks = [x is not None and x.dtype == torch.bool for x in args[1]]
             places = [self.nonzero(x) if is_mask else [x] for x, is_mask in zip(args[1], masks, strict=True)]
             if any(masks) and None not in places:
-                result: Tensor = func(args[0], [x for indices in places if indices is not None for x in indices])
-                return result
+                with self:
+                    return cast("Tensor", func(args[0], [x for indices in places if indices for x in indices]))
         if func._schema.name == "aten::masked_select":
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             if (indices := self.nonzero(args[1], shape)) is not None:
