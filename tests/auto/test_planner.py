@@ -246,7 +246,7 @@ class Branching(nn.Linear):
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="forward branches on values of tensors"):
-        auto.plan(nn.Sequential(Branching(4, 4)), (torch.zeros(3, 4),), 2)
+        auto.plan(nn.Sequential(nn.Linear(4, 4), Branching(4, 4)), (torch.zeros(3, 4),), 2)
     with pytest.raises(TypeError, match="example: Tensor must be a dict of keyword arguments or a tuple"):
         auto.plan(nn.Linear(4, 4), torch.zeros(3, 4), 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="p: 0 must be an integer of at least 1"):

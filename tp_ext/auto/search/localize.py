@@ -339,8 +339,9 @@ def replaced_argument(
     path_in_call = argument_path(module, args, kwargs, path)
     both: tuple[Any, Any] = args, kwargs
     # A call may have another kind of argument in its place
-    has_tensor = path_in_call is not None and isinstance(leaf_at(both, path_in_call), Tensor)
-    return replaced(both, path_in_call, function) if has_tensor else both
+    if path_in_call is None or not isinstance(leaf_at(both, path_in_call), Tensor):
+        return both
+    return replaced(both, path_in_call, function)
 
 
 def leaf_at(value: Any, path: Sequence[Any]) -> Any:
