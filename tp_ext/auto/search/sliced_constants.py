@@ -56,16 +56,22 @@ class Constants:
                 flow.buffers[name] = self.shardings(tensor, kept)
         local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
         local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
-        # In the order of the steps: what is made of shards is known before it is used
-        for step in record.steps:
-            works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
-            for tensor in step.inputs if works else ():
-                # A parameter here has a sharded dim and no shard: `Finder.check` reports it
-                if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in record.parameters:
-                    self.constant(step, tensor, local)
-            if any(id(t) in local for t in step.inputs) or works:
-                local |= {id(t) for t in step.outputs if id(t) in self.sharded}
+        self.is_again = True
+        while self.is_again:
+            self.is_again = False
+            # In the order of the steps: what is made of shards is known before it is used
+            for step in record.steps:
+                works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
+                if works:
+                    self.constants(step, local)
+                    local |= {id(t) for t in step.outputs if id(t) in self.sharded}
         flow.local = local
+
+    def constants(self, step: Step, local: set[int]) -> None:
+        for tensor in step.inputs:
+            # A parameter here has a sharded dim and no shard: `Finder.check` reports it
+            if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in self.record.parameters:
+                self.constant(step, tensor, local)
 
     def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
         views, source, entered = [], tensor, None
@@ -89,6 +95,11 @@ class Constants:
                 text = f"{step.reason} has numbers that depend on the length of a sharded dim, by {varying}"
                 self.flow.problems.append(Problem(step.module, text, blame=blame))
             local.add(id(tensor))
+            maker = self.record.maker.get(id(tensor))
+            if maker is not None and not varying:
+                # Its operator works on shards, then, and so does what comes before and after: where(mask, zeros, -inf)
+                self.constants(maker, local)
+                self.is_again = True
             return
         call, path = entered
         for dim, factor in self.factors(source):
