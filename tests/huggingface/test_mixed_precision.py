@@ -169,3 +169,57 @@ def test_share_batches_refuses_other_arguments(folder):
         huggingface.share_batches(3, model)
     with pytest.raises(ValueError, match="model: is not sharded and must be"):
         huggingface.share_batches(accelerate.Accelerator(cpu=True), torch.nn.Linear(2, 2))
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __iter__(self):
+        yield from (torch.full((2, length), float(i)) for i, length in enumerate(self.lengths))
+
+
+class _Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.randn(3) + index
+
+
+def _without_generator():
+    return torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 9.0), 8)
+
+
+LOADERS = {
+    "iterable": lambda: torch.utils.data.DataLoader(_Stream([3] * 12), 2),
+    "iterable of batches of changing lengths": lambda: torch.utils.data.DataLoader(_Stream(range(1, 8)), None),
+    "sampler without a generator": lambda: torch.utils.data.DataLoader(range(8), 2, sampler=_without_generator()),
+    "random data": lambda: torch.utils.data.DataLoader(_Noise(), 2, shuffle=True),
+}
+
+
+def _batches(accelerator, kind):
+    loader = accelerator.prepare(LOADERS[kind]())
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+def _batches_by_rank(group, folder, kind):
+    with torchrun(group):
+        _reset_accelerate()
+        model = huggingface.from_pretrained(folder, group=group)
+        accelerator = huggingface.share_batches(accelerate.Accelerator(cpu=True), model)
+        torch.manual_seed(dist.get_rank(group))
+        batches = _batches(accelerator, kind)
+    _reset_accelerate()
+    return batches
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_all_ranks_read_the_batches_of_one_process(kind, folder):
+    _reset_accelerate()
+    torch.manual_seed(0)
+    config = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+    expected = _batches(accelerate.Accelerator(cpu=True, dataloader_config=config), kind)
+    _reset_accelerate()
+    assert run(_batches_by_rank, 2, folder, kind) == [expected] * 2

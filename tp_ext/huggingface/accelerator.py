@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import accelerate
+import numpy
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
@@ -94,18 +96,20 @@ def check_sharded_over_all(model: nn.Module) -> int:
     return world
 
 
-def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) -> None:
-    """Replaces the methods that would give another batch to each rank, not only to each rank of ``data``."""
-    cls = type(accelerator)
-    # As in one process: each rank reads whole batches
-    place: dict[str, Any] = {"num_processes": 1, "process_index": 0}
+def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Replaces the methods that would take another rank, other than those of ``mesh["dp"]``, for another batch."""
+    cls, data = type(accelerator), None if mesh is None else mesh["dp"]
+    sharing = process_group(dist.group.WORLD) if mesh is None else mesh["tp"].get_group()
+    # As in one process: each rank reads whole batches. Rank 0 would dispatch those of an iterable data set to all
+    # processes, each another one
+    place: dict[str, Any] = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
     if data is not None:
         place = {
             "num_processes": data.size(),
             "process_index": data.get_local_rank(),
             "split_batches": accelerator.split_batches,
             "even_batches": accelerator.even_batches,
-            "dispatch_batches": False,  # by rank 0, to all processes
+            "dispatch_batches": False,
         }
 
     def prepare_model(module: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
@@ -118,6 +122,7 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
     def same_batches(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
+        draw_as_first(sharing)
         prepared = prepare_data_loader(
             loader,
             accelerator.device,
@@ -157,6 +162,17 @@ def share(accelerator: Any, model: nn.Module, data: DeviceMesh | None = None) ->
             enabled=scaler.is_enabled(),
             process_group=dist.group.WORLD,
         )
+
+
+def draw_as_first(group: dist.ProcessGroup) -> None:
+    """Gives all ranks the generators of the group's first: samplers and data sets draw from them, unless they are told
+    otherwise, and ranks that share a model must read the same batches."""
+    torch_state, state, numpy_state = broadcast_from_first(
+        lambda: (torch.get_rng_state(), random.getstate(), numpy.random.get_state()), [group]
+    )
+    torch.set_rng_state(torch_state)
+    random.setstate(state)
+    numpy.random.set_state(numpy_state)
 
 
 def without_repeated_rows(accelerator: Any, values: Any, use_gather_object: bool = False) -> Any:

@@ -150,7 +150,7 @@ class _AcceleratorMethods:
         self.accelerator, self.model, self.mesh = accelerator, model, mesh
         self.group = mesh["dp"].get_group()
         self.folder: Path | None = None
-        share(accelerator, model, mesh["dp"])
+        share(accelerator, model, mesh)
         # share() has set it; it is replaced below
         self._prepare_model = accelerator.prepare_model
         for name in ("prepare_model", "prepare_scheduler", "gather", "gather_for_metrics", "reduce"):
