@@ -192,7 +192,7 @@ def _without_generator():
 
 
 LOADERS = {
-    "iterable": lambda: torch.utils.data.DataLoader(_Stream([3] * 12), 2),
+    "iterable": lambda: torch.utils.data.DataLoader(_Stream([3] * 11), 2),
     "iterable of batches of changing lengths": lambda: torch.utils.data.DataLoader(_Stream(range(1, 8)), None),
     "sampler without a generator": lambda: torch.utils.data.DataLoader(range(8), 2, sampler=_without_generator()),
     "random data": lambda: torch.utils.data.DataLoader(_Noise(), 2, shuffle=True),
@@ -200,8 +200,9 @@ LOADERS = {
 
 
 def _batches(accelerator, kind):
-    loader = accelerator.prepare(LOADERS[kind]())
-    return [batch.tolist() for _ in range(2) for batch in loader]
+    """Two passes over a loader, with the number of rows that count of two of each batch."""
+    loader, two = accelerator.prepare(LOADERS[kind]()), torch.zeros(2)
+    return [(batch.tolist(), len(accelerator.gather_for_metrics(two))) for _ in range(2) for batch in loader]
 
 
 def _batches_by_rank(group, folder, kind):

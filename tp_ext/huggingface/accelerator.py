@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
-from accelerate.utils import recursively_apply
+from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.data import IterableDataset
 
 from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.group import process_group
@@ -52,8 +54,9 @@ def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> acce
         The accelerator. ``save_state``, ``load_state``, ``save_model`` and ``get_state_dict``, which know of no shards,
         raise RuntimeError and name what to call.
 
-    Communicates nothing itself; ``prepare`` of a loader broadcasts rank 0's seed, a step with fp16 all-reduces the
-    overflow flag, ``clip_grad_norm_`` is :func:`tp_ext.clip_grad_norm_`.
+    Communicates nothing itself; ``prepare`` of a loader broadcasts rank 0's seed and generators (torch's, numpy's and
+    ``random``), from which all ranks draw rows then; a step with fp16 all-reduces the overflow flag;
+    ``clip_grad_norm_`` is :func:`tp_ext.clip_grad_norm_`.
 
     Raises:
         TypeError: another type. ValueError: the model is not sharded over all ranks of the job, or ``accelerator`` does
@@ -132,6 +135,8 @@ def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) ->
             data_seed=broadcast_from_first(seed, [process_group(dist.group.WORLD)]),
             non_blocking=accelerator.non_blocking,
         )
+        if place["num_processes"] == 1 and isinstance(prepared.dataset, IterableDataset):
+            _count_last_rows(prepared)
         accelerator._dataloaders.append(prepared)
         return prepared
 
@@ -162,6 +167,21 @@ def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) ->
             enabled=scaler.is_enabled(),
             process_group=dist.group.WORLD,
         )
+
+
+def _count_last_rows(loader: Any) -> None:
+    """Has a loader of an iterable data set say how many rows its last batch has, as accelerate's dispatcher does in one
+    process: ``gather_for_metrics`` keeps so many."""
+    batches = loader.base_dataloader.__iter__
+
+    def counted() -> Iterator[Any]:
+        batch = None
+        for batch in batches():
+            yield batch
+        with contextlib.suppress(TypeError, ValueError, IndexError):  # no rows
+            loader.remainder = find_batch_size(batch)
+
+    loader.base_dataloader.__iter__ = counted  # which the loader calls by this name
 
 
 def draw_as_first(group: dist.ProcessGroup) -> None:
