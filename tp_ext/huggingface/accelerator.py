@@ -171,7 +171,7 @@ def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) ->
 
 def _count_last_rows(loader: Any) -> None:
     """Has a loader of an iterable data set say how many rows its last batch has, as accelerate's dispatcher does in one
-    process: ``gather_for_metrics`` keeps so many."""
+    process: ``gather_for_metrics`` keeps that number."""
     batches = loader.base_dataloader.__iter__
 
     def counted() -> Iterator[Any]:
@@ -185,8 +185,8 @@ def _count_last_rows(loader: Any) -> None:
 
 
 def draw_as_first(group: dist.ProcessGroup) -> None:
-    """Gives all ranks the generators of the group's first: samplers and data sets draw from them, unless they are told
-    otherwise, and ranks that share a model must read the same batches."""
+    """Gives all ranks the generators of the group's first: samplers and data sets without a generator of their own draw
+    from them, and ranks that share a model must read the same batches."""
     torch_state, state, numpy_state = broadcast_from_first(
         lambda: (torch.get_rng_state(), random.getstate(), numpy.random.get_state()), [group]
     )
