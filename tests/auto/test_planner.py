@@ -3,6 +3,8 @@ words."""
 
 import itertools
 import random
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -322,3 +324,35 @@ def test_a_sum_of_sharded_and_replicated_features_is_never_sharded(kind: str) ->
     x = torch.randn(3, 4, 4)
     plan = auto.plan(Joined(kind), (x,), 2, prove="shapes")
     assert {name: plan.shardings[name].dim for name in plan.shardings if name.endswith("weight")} == {"down.weight": 0}
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def _calls_of_planning(layers: int) -> int:
+    """The calls of functions of the planner while it plans a stack of equal blocks."""
+    model, example, calls = nn.Sequential(*(_Block() for _ in range(layers))), (torch.randn(2, 8),), 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and "/tp_ext/auto/" in frame.f_code.co_filename
+
+    auto.plan(model, example, 2, prove="shapes")  # fills what is kept for the next plan
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        auto.plan(model, example, 2, prove="shapes")
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_the_work_of_planning_grows_with_the_number_of_layers_and_not_faster():
+    # 4.1 times for 4 times the layers; each tensor compared with the atoms of all layers would make it 8
+    assert _calls_of_planning(32) < 4.5 * _calls_of_planning(8)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
+from tp_ext.auto.proof.prove_values import PIECE, RunResults, compare_runs
 from tp_ext.auto.search.localize import Localized
 from tp_ext.debug import simulate
 
@@ -354,3 +356,25 @@ def test_integers_that_forward_does_not_read_are_tried_once(monkeypatch: pytest.
     monkeypatch.setattr(Localized, "run", counted)
     plan = auto.plan(model, (X,), 2, prove="shapes")
     assert sorted(plan.shardings) == ALL and plan.sizes and runs < 40
+
+
+FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.complex64
+NUMBERS = [*itertools.product(FLOATS, ["", "infinite", "one infinite", "nan"]), (torch.int64, ""), (torch.bool, "")]
+
+
+@pytest.mark.parametrize(("dtype", "what"), NUMBERS, ids=str)
+@pytest.mark.parametrize("shape", [(2 * PIECE + 5,), (5, PIECE // 2), (3,), ()], ids=str)
+def test_the_largest_difference_is_that_of_all_elements(dtype: torch.dtype, what: str, shape: tuple[int, ...]):
+    generator = torch.Generator().manual_seed(0)
+    wanted, got = (torch.randn(shape, generator=generator).mul(3).to(dtype) for _ in range(2))
+    value = {"infinite": -torch.inf, "one infinite": torch.inf, "nan": torch.nan}.get(what)
+    for tensor in (wanted, got) if what == "infinite" else (got,) if what else ():
+        tensor.view(-1)[-1] = value
+    left, right = (torch.view_as_real(t) if t.is_complex() else t.double() for t in (wanted, got))
+    finite = torch.isfinite(left) & torch.isfinite(right)
+    sizes = [
+        t[finite].double().abs().max().item() if finite.any() else 0.0 for t in (left.double() - right.double(), left)
+    ]
+    expected = torch.inf if what in ("one infinite", "nan") else sizes[0] / max(sizes[1], 1e-30)
+    runs = [RunResults({"y": t.t() if t.dim() == 2 else t}, {}, {}) for t in (wanted, got)]
+    assert compare_runs(*runs, {}) == (expected, "the output y")

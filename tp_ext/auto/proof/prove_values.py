@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -37,6 +38,7 @@ from tp_ext.simulation import simulate
 from tp_ext.simulation.rank_state import owned_by_ranks
 
 MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
+PIECE = 1 << 16  # elements that are compared at once
 FEW = 64  # tokens with which the example is run as it is
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
 
@@ -68,6 +70,12 @@ class RunResults:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+
+    @functools.cached_property
+    def noise(self) -> float:
+        """A gradient of rounding noise alone has no size of its own, and is compared with this share of the largest."""
+        gradients = (t.abs() if t.is_complex() else t for t in self.gradients.values() if t.numel())
+        return 1e-3 * max(map(_largest, gradients), default=0.0)
 
 
 # ---------------------------------------------------------------- a smaller model
@@ -250,6 +258,15 @@ def full_logits(result: Any) -> Any:
     return result
 
 
+def _largest(tensor: Tensor, less: Tensor | None = None) -> float:
+    """The largest absolute value of a tensor, or of its difference from another; NaN if there is one."""
+    # In pieces that stay in the cache: three passes over the gradient of a large table cost more than its backward
+    pieces = tensor.reshape(-1).split(PIECE)
+    others = [torch.zeros(())] * len(pieces) if less is None else less.reshape(-1).split(PIECE)
+    sizes = [(x.double() - y.double()).abs().max() for x, y in zip(pieces, others, strict=True)]
+    return torch.stack(sizes).max().item()
+
+
 def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: float) -> tuple[float, str]:
     """The difference of a tensor relative to its largest element; infinite where one is missing."""
     # A missing gradient equals zeros: the code of one side may have no path to the tensor
@@ -260,14 +277,14 @@ def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: flo
         return float("inf"), name
     if not wanted.numel():
         return 0.0, name
-    wanted, got = (t.double() if not t.is_complex() else torch.view_as_real(t).double() for t in (wanted, got))
-    error, largest = (wanted - got).abs().max().item(), wanted.abs().max().item()
+    wanted, got = (torch.view_as_real(t) if t.is_complex() else t for t in (wanted, got))
+    error, largest = _largest(wanted, got), _largest(wanted)
     # An output may be -inf on both sides, as masked scores are, and the difference of these is NaN
     if not math.isfinite(error + largest):
         both = torch.isfinite(wanted)
         if not torch.equal(both, torch.isfinite(got)):
             return float("inf"), name
-        error, largest = (t[both].abs().max().item() if both.any() else 0.0 for t in (wanted - got, wanted))
+        error, largest = (_largest(wanted[both], got[both]), _largest(wanted[both])) if both.any() else (0.0, 0.0)
     return error / max(largest, scale, 1e-30), name
 
 
@@ -276,14 +293,12 @@ def compare_runs(wanted: RunResults, got: RunResults, layouts: Mapping[str, Any]
     rows = []
     for kind in ("outputs", "gradients", "buffers"):
         left, right = getattr(wanted, kind), getattr(got, kind)
-        # A gradient of rounding noise alone has no size of its own, and is compared with the largest
-        scale = 1e-3 * max((t.abs().max().item() for t in left.values() if t.numel()), default=0.0)
         for name in {**left, **right}:
             full = left.get(name)
             if full is not None and name in layouts and kind != "outputs":
                 full = layouts[name].shard(full)
             what = {"outputs": f"the output {name}".rstrip(), "gradients": f"the gradient of {name}"}.get(kind, name)
-            rows.append(_difference(what, full, right.get(name), scale if kind == "gradients" else 0.0))
+            rows.append(_difference(what, full, right.get(name), wanted.noise if kind == "gradients" else 0.0))
     return max(rows, key=lambda row: row[0], default=(0.0, ""))
 
 

@@ -78,7 +78,17 @@ def pin(dim: Iterable[Atom], reason: Reason) -> None:
 
 
 def contains(dim: Iterable[Atom], atom: Atom) -> bool:
-    return any(member is atom or any(contains(part, atom) for part in member.parts or ()) for member in atoms(dim))
+    return atom in atoms_in(dim)
+
+
+def atoms_in(dim: Iterable[Atom]) -> set[Atom]:
+    """Returns the atoms of a dim and of all its parts."""
+    members = set[Atom]()
+    for member in atoms(dim):
+        members.add(member)
+        for part in member.parts or ():
+            members |= atoms_in(part)
+    return members
 
 
 def divide(atom: Atom, major: int, reason: Reason) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, contains, majors
+from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, atoms_in, contains, majors
 from tp_ext.auto.record.edits import Factor
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import LOOK_UPS
@@ -158,36 +158,18 @@ def _is_consistent(decision: Decision, where: Mapping[Atom, set[tuple[int, int]]
 def _occurrences(record: Record) -> dict[Atom, set[tuple[int, int]]]:
     """The (id, dim) of parameters that have each atom, in any place."""
     places: dict[Atom, set[tuple[int, int]]] = {}
-
-    def add(label: Dim, place: tuple[int, int]) -> None:
-        for atom in atoms(label):
-            places.setdefault(atom, set()).add(place)
-            for part in atom.parts or ():
-                add(part, place)
-
     for id_, (_, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
-            add(label, (id_, dim))
+            for atom in atoms_in(label):
+                places.setdefault(atom, set()).add((id_, dim))
     return places
 
 
 def constant_atoms(record: Record, buffers: bool = True) -> set[Atom]:
     """Returns the atoms whose lengths the model determines: those of parameters and buffers that no input has."""
-    constant: set[Atom] = set()
-
-    def add(label: Dim, into: set[Atom]) -> None:
-        for atom in atoms(label):
-            into.add(atom)
-            for part in atom.parts or ():
-                add(part, into)
-
-    inputs: set[Atom] = set()
-    for _, tensor in [*record.parameters.values(), *(record.buffers.values() if buffers else ())]:
-        for label in record.dims_of(tensor):
-            add(label, constant)
-    for _, tensor in record.inputs:
-        for label in record.dims_of(tensor):
-            add(label, inputs)
+    of_model = [*record.parameters.values(), *(record.buffers.values() if buffers else ())]
+    constant = {atom for _, t in of_model for label in record.dims_of(t) for atom in atoms_in(label)}
+    inputs = {atom for _, t in record.inputs for label in record.dims_of(t) for atom in atoms_in(label)}
     # An atom that an input has, too, is a length of the run, as that of positions that are added to the tokens
     return constant - inputs
 
@@ -292,8 +274,9 @@ def _independent(candidates: list[Decision]) -> Iterable[Decision]:
     components: dict[int, list[int]] = {}
     for i in range(len(candidates)):
         components.setdefault(root(i), []).append(i)
+    weights = [candidate.saved() for candidate in candidates]
     for members in components.values():
-        yield from (candidates[i] for i in heaviest(members, excluded, [member.saved() for member in candidates]))
+        yield from (candidates[i] for i in heaviest(members, excluded, weights))
 
 
 def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[float]) -> list[int]:
@@ -328,8 +311,7 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
 
 def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:
     """True if a tensor has one of these atoms in a dim."""
-    labels = record.dims.get(id(tensor), ())
-    return any(contains(label, atom) for label in labels for atom in sharded)
+    return not all(atoms_in(label).isdisjoint(sharded) for label in record.dims.get(id(tensor), ()))
 
 
 def local_length(dim: Dim, sizes: Mapping[Atom, int]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, atoms, contains
+from tp_ext.auto.record.dims import Atom, atoms, atoms_in
 from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gather, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
@@ -136,9 +136,10 @@ class _Boundary:
         """
         finder, shardings = self.finder, list[Sharding]()
         for dim, label in enumerate(finder.record.dims_of(tensor) if id(tensor) in finder.flow.local else ()):
+            inside = atoms_in(label)
             for decision in finder.chosen:
                 # Logits have their full shape for any code
-                if decision.atom in finder.whole_heads or not any(contains(label, atom) for atom in decision.sharded):
+                if decision.atom in finder.whole_heads or inside.isdisjoint(decision.sharded):
                     continue
                 parts = decision.parts(label)
                 if parts is None:

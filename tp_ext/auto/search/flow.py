@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, contains
+from tp_ext.auto.record.dims import Atom, atoms_in, contains
 from tp_ext.auto.record.edits import Conversion, LeafPath, gather
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
@@ -75,7 +75,8 @@ class Finder:
         self.atoms = [atom for decision in chosen for atom in decision.sharded]
         self.in_blocks = any(decision.blocks for decision in chosen)
         self.by_id = {id(t): t for t in record.kept}
-        self.sharded = {i for i, t in self.by_id.items() if carries(record, t, self.atoms)}
+        sharded = frozenset(self.atoms)
+        self.sharded = {i for i, t in self.by_id.items() if carries(record, t, sharded)}
         self.sums = PartialSums(record, self.atoms, roles, self.sharded)
         self.partial = self.sums.partial
         self.outputs = {id(t) for _, t in tensors(record.output)}
@@ -364,10 +365,8 @@ class Finder:
             step = self.record.steps[place]
             if self.working[place]:
                 operands = [*step.inputs, *step.outputs]
-                blamed.update(a for a in self.atoms if contains(step.contracted, a))
-                blamed.update(
-                    a for t in operands if id(t) in self.sharded for a in self.atoms if carries(self.record, t, [a])
-                )
+                dims = [dim for t in operands if id(t) in self.sharded for dim in self.record.dims_of(t)]
+                blamed.update(*(self.sums.atoms & atoms_in(dim) for dim in (step.contracted, *dims)))
                 blamed.update(a for t in operands for a in self.sums.blame.get(id(t), ()))
             else:
                 left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]

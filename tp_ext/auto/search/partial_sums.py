@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, contains
+from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.record import ModuleCall, Record, Step
 from tp_ext.auto.record.rules import LOOK_UPS
@@ -49,7 +49,7 @@ class PartialSums:
     """
 
     def __init__(self, record: Record, chosen: list[Atom], roles: Mapping[str, str], sharded: set[int]) -> None:
-        self.record, self.atoms, self.roles, self.sharded = record, chosen, roles, sharded
+        self.record, self.atoms, self.roles, self.sharded = record, frozenset(chosen), roles, sharded
         self.partial: dict[int, str] = {}
         self.blame: dict[int, frozenset[Atom]] = {}  # the contracted atoms by which a tensor is partial
         self.divided: dict[str, set[int]] = {}  # with the operators that add it
@@ -76,7 +76,7 @@ class PartialSums:
         self.check_outputs()
 
     def contracts(self, step: Step) -> bool:
-        return any(contains(step.contracted, atom) for atom in self.atoms)
+        return not atoms_in(step.contracted).isdisjoint(self.atoms)
 
     def problem(self, name: str, text: str, tensors: Iterable[Tensor] = ()) -> None:
         blame = frozenset[Atom]().union(*(self.blame.get(id(t), frozenset()) for t in tensors))
@@ -102,7 +102,7 @@ class PartialSums:
         """An operator that sums over a sharded atom: its result is partial, unless its layer sums it."""
         if self.roles.get(step.module) in ("row", "vocab"):
             return
-        atoms_ = frozenset(atom for atom in self.atoms if contains(step.contracted, atom))
+        atoms_ = self.atoms & atoms_in(step.contracted)
         # Before the problems below, which take the atoms to blame from here
         self.blame.update((id(t), atoms_) for t in step.outputs)
         if step.name in LOOK_UPS:  # ids of other ranks' rows

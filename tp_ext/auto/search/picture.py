@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ def outputs_of(
     calls: dict[str, ModuleCall] = {}
     for call in record.calls:
         calls.setdefault(call.module, call)
+    around = {p for name in calls for p in itertools.accumulate(name.split("."), "{}.{}".format) if p != name}
     outputs = []
     for call in sorted(calls.values(), key=lambda called: (called.start, -called.stop)):
         tensors = [tensor for _, tensor in call.outputs]
@@ -65,7 +67,7 @@ def outputs_of(
         is_local = id(tensor) in local or name in sharded
         lengths = [local_length(dim, sizes) for dim in record.dims_of(tensor)] if is_local else tensor.shape
         state = "partial" if name in summed else "sharded" if is_local else "replicated"
-        is_leaf = not any(other != name and other.startswith(name + ".") for other in calls)
+        is_leaf = name not in around
         kind = type(modules[name]).__name__
         outputs.append(Output(name, kind, is_leaf, tuple(tensor.shape), tuple(lengths), state))
     return outputs

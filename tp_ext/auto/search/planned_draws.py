@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tp_ext.auto.record.dims import Atom, atoms, contains
+from tp_ext.auto.record.dims import Atom, atoms, atoms_in
 from tp_ext.auto.record.edits import OTHER, Draw
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
@@ -74,8 +74,9 @@ class _DrawFinder:
     def draw(self, call: RandomCall) -> Draw:
         dim, factor = None, None
         for i, label in enumerate(self.record.dims_of(call.masked) if id(call.masked) in self.local else ()):
+            inside = atoms_in(label)
             for decision in self.decisions:
-                if any(contains(label, atom) for atom in decision.sharded):
+                if not inside.isdisjoint(decision.sharded):
                     dim, factor = i, decision.factor(label, self.constant)
         tokens = self.tokens.range_of_call(call.masked, call.index) if self.tokens else None
         dim = dim if tokens is None else tokens.dim

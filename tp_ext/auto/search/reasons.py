@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from tp_ext.auto.record.dims import Atom, Major, contains, majors
+from tp_ext.auto.record.dims import Atom, Major, atoms_in, majors
 from tp_ext.auto.record.numbers import CHANGES, Change
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import Rule
@@ -93,7 +93,7 @@ def _not_chosen(
                 return "it is a table below 1 % of all parameters, and its all-reduce would cost more than its bytes"
             return f"sharding {taken} on another dim leaves fewer bytes on a rank"
     for other, tensor in record.parameters.values():
-        if other != name and any(contains(label, atom) for label in record.dims_of(tensor) for atom in atoms_of_dim):
+        if other != name and not all(atoms_in(label).isdisjoint(atoms_of_dim) for label in record.dims_of(tensor)):
             # A round left the other parameter whole, and its reason is the cause here, too
             if other in why:
                 return f"it goes with {other}, which is whole: {why[other]}"

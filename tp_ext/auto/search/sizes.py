@@ -21,6 +21,7 @@ from tp_ext.auto.record.keywords import by_place
 
 # Function -> the place of its sizes among the arguments
 SIZES = {"view": 1, "reshape": 1, "expand": 1, "unflatten": 2, "split": 1, "split_with_sizes": 1}
+SPLITS = "split", "split_with_sizes"  # the other sizes are lengths of results: those that give a shape are equal to it
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Observer(TorchFunctionMode):
         self.wanted, self.ignored = wanted, ignored
         self.record: RunRecord | None = None  # of the run
         self.next: dict[str, int] = {}
+        self.counted, self.begun = 0, dict[str, int]()  # the calls of modules that have been counted, by module
         self.calls: dict[str, dict[int, list[SizeCall]]] = {}  # module -> its call -> calls with sizes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,16 +104,23 @@ class Observer(TorchFunctionMode):
         changes: dict[int, int] = {}
         shapes = self.matching(module, name, args, sizes)
         # A call that is right with its own sizes, by -1 or a local integer, needs no change
-        if shapes is not None and not _gives(func, args, kwargs, shapes):
+        if shapes is not None and not (name in SPLITS and _gives(func, args, kwargs, shapes)):
             wanted = _wanted(name, args, kwargs, sizes, shapes)
             pairs = enumerate(zip(sizes.values, wanted, strict=True))
             changes = {i: new for i, (old, new) in pairs if old not in (new, -1)}
         call = SizeCall(name, tuple((i, sizes.values[i], new) for i, new in changes.items()))
-        number = sum(call.module == module for call in self.record.calls) if self.record is not None else 0
-        self.calls.setdefault(module, {}).setdefault(number, []).append(call)
+        self.calls.setdefault(module, {}).setdefault(self.number_of_calls(module), []).append(call)
         if changes:
             args, kwargs = sizes.changed(changes)
         return func(*args, **kwargs)
+
+    def number_of_calls(self, module: str) -> int:
+        """Returns how many calls of a module have begun."""
+        calls = self.record.calls if self.record is not None else ()
+        for call in calls[self.counted :]:
+            self.begun[call.module] = self.begun.get(call.module, 0) + 1
+        self.counted = len(calls)
+        return self.begun.get(module, 0)
 
     def matching(
         self, module: str, name: str, args: tuple[Any, ...], sizes: SizeArguments
