@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.auto.test_planner import EXAMPLE, Model
+from tests.helpers.paths import ROOT
 from tp_ext import auto
 from tp_ext.auto.search import plans
 
@@ -107,3 +111,23 @@ def test_files_that_are_no_plans(what: str, saved: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         auto.Plan.load(tmp_path / "plan.json")
     assert f"'{tmp_path}/plan.json'" in str(caught.value)
+
+
+PLAN = """
+from tests.auto.architectures import build
+from tp_ext import auto
+model, inputs = build("olmo2")
+print(auto.plan(model, inputs, 3, sequence_parallel="auto", prove="shapes").fingerprint)
+"""
+
+
+def test_a_plan_is_the_same_in_every_process() -> None:
+    """Each rank's process has another order of sets of strings, by its seed of hashes."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PLAN], cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "3", "4")
+    ]
+    printed = {run.communicate(timeout=500)[0].split()[-1] for run in runs}
+    assert len(printed) == 1 and len(printed.pop()) == 64

@@ -159,7 +159,7 @@ def _compared(plan: Plan, call: OtherCall) -> tuple[str, CallEdits | None, set[C
 def _otherwise(plan: Plan, again: Plan, record: Record) -> str:
     """Returns what a plan does otherwise that no proof by values accepts, or ""."""
     # The integers of a rank are set in the modules, for all calls of them
-    for module in {module_call.module for module_call in record.calls}:
+    for module in dict.fromkeys(module_call.module for module_call in record.calls):
         if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
             return f"{module or 'the model'} reads other integers then"
     # Few tokens stay whole, for which the hooks of the plan draw

@@ -35,7 +35,7 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
         return []
     collectives: list[Collective] = []
     summed = {(partial.module, partial.path) for partial in state.flow.sums}
-    scattered = state.tokens.sources if state.tokens else set()
+    scattered = state.tokens.sources if state.tokens else {}
     # Sums of row layers and look-ups, and of modules whose output is partial; a scattered sum is listed with its
     # tokens
     for call in record.calls:

@@ -54,7 +54,7 @@ class _TokenSearch:
         for step in record.steps:
             for id_ in {id(t) for t in step.inputs}:
                 self.uses.setdefault(id_, []).append(step.place)
-            for atom in set(atoms([*step.reason.pinned, *step.contracted])):
+            for atom in dict.fromkeys(atoms([*step.reason.pinned, *step.contracted])):
                 self.mixed[atom] = self.mixed.get(atom, 0) + 1
         self.fixed: set[Atom] = set(finder.atoms)
         for _, tensor in record.parameters.values():

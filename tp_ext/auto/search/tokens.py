@@ -131,7 +131,9 @@ class TokenFlow:
         for gather in gathers:
             self.gathers.setdefault(id(gather.range.tensor), []).append(gather)
         self.entries = entries(ranges)
-        self.sources = {r.origin.source for ranges in self.ranges.values() for r in ranges if r.origin.source}
+        # In order, not as a set, of which each rank's process has another order: plans are compared by their digests
+        sources = (r.origin.source for ranges in self.ranges.values() for r in ranges if r.origin.source)
+        self.sources = dict.fromkeys(sources)
         self.edits: list[Conversion] = []
         self._outputs = list(tensors(record.output))
         self._calls: dict[str, list[ModuleCall]] = {}
@@ -309,7 +311,7 @@ def ban_mismatch(
             and kinds[record.steps[place].module] == kinds[step.module]
         ]
         # A list: any() of a generator would stop at the first new ban
-        added = [bans.add(Origin(step=place), reason) for place in {*alike, origin.step}]
+        added = [bans.add(Origin(step=place), reason) for place in dict.fromkeys((*alike, origin.step))]
         return any(added)
 
     # From the nearest cause to the farthest, each only if the ones before banned nothing: the operators that made the
