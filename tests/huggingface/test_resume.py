@@ -14,12 +14,20 @@ from tp_ext import huggingface
 transformers.utils.logging.disable_progress_bar()
 
 
-def _trainer(trainer_class, model, out, **options):
+def _some_labels(rows):
+    """A collator that draws, as the one of masked language models does."""
+    batch = transformers.default_data_collator(rows)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.4, -100)
+    return batch
+
+
+def _trainer(trainer_class, model, out, collator=None, max_steps=4, **options):
     args = transformers.TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=4, max_steps=4, save_steps=2, logging_steps=1, warmup_steps=2,
-        learning_rate=1e-2, weight_decay=0.1, seed=5, use_cpu=True, report_to=[], disable_tqdm=True, **options,
+        output_dir=str(out), per_device_train_batch_size=4, max_steps=max_steps, save_steps=2, logging_steps=1,
+        warmup_steps=2, learning_rate=1e-2, weight_decay=0.1, seed=5, use_cpu=True, report_to=[], disable_tqdm=True,
+        **options,
     )  # fmt: skip
-    return trainer_class(model, args, train_dataset=_data())
+    return trainer_class(model, args, collator, _data())
 
 
 def _lines(trainer):
@@ -33,10 +41,10 @@ def one_process(folder, tmp_path, monkeypatch):  # noqa: F811
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def train(**options):
+    def train(checkpoint=None, **options):
         model = transformers.LlamaForCausalLM.from_pretrained(folder)
         trainer = _trainer(transformers.Trainer, model, tmp_path / "dense", **options)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=checkpoint)
         return _lines(trainer), str(tmp_path / "dense" / "checkpoint-2")
 
     return train
@@ -60,6 +68,18 @@ def test_moments_and_schedule_of_one_process_go_on(options, one_process, folder,
     for lines, warned in run(_resumed, 2, folder, checkpoint, tmp_path / "sharded", timeout=120, **options):
         torch.testing.assert_close(lines, expected, rtol=1e-5, atol=1e-6)
         assert not warned
+
+
+def test_generators_go_on_on_other_numbers_of_ranks(one_process, folder, tmp_path):  # noqa: F811
+    """As in one process, where the Trainer saves after it has drawn batches ahead, and goes on with other draws."""
+    options = {"collator": _some_labels, "max_steps": 7}
+    _, checkpoint = one_process(**options)
+    expected, _ = one_process(checkpoint, **options)
+    of_two = str(tmp_path / "2" / "checkpoint-2")
+    run(_resumed, 2, folder, None, tmp_path / "2", timeout=120, **options)
+    for p, source in ((2, checkpoint), (2, of_two), (3, of_two), (1, of_two)):
+        for lines, _ in run(_resumed, p, folder, source, tmp_path / "on", timeout=120, **options):
+            torch.testing.assert_close(lines, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_of_the_model_alone_starts_anew_with_one_warning(one_process, folder, tmp_path):  # noqa: F811

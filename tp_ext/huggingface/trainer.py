@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +134,18 @@ class Trainer(transformers.Trainer):
 
     def _on_all_ranks(self, act: Callable[[], Any]) -> Any:
         return call_on_all_ranks(dist.group.WORLD if self._ranks > 1 else None, act)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restores the generators; after training on another number of ranks those of rank 0, which all ranks follow.
+
+        The base class names the files by the number of processes, and would find none."""
+        files = sorted(Path(checkpoint).glob("rng_state*.pth")) if checkpoint is not None else []
+        if not files or len(files) == self._ranks:
+            return super()._load_rng_state(checkpoint)
+        name = "rng_state.pth" if self._ranks == 1 else f"rng_state_{self.args.process_index}.pth"
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(files[0], Path(folder) / name)
+            return super()._load_rng_state(folder)
 
     def _load_best_model(self) -> None:
         load_weights(self.model, self.state.best_model_checkpoint)
