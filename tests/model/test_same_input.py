@@ -1,6 +1,7 @@
 """The debug mode: ranks that are given different batches learn of it on every rank, with the first index."""
 
 import runpy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.oracle import count_collectives_of
 from tp_ext import debug
+from tp_ext.common_generator import DrawObserver
 
 pytestmark = pytest.mark.core
 
@@ -102,7 +104,8 @@ def test_the_same_batch_costs_one_exchange_and_no_mode_none():
 def test_the_environment_turns_it_on(monkeypatch):
     for value, on in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("TP_EXT_DEBUG", value)
-        assert runpy.run_path(tp_ext.model.same_input.__file__)["DebugMode"].on is on
+        with mock.patch.object(DrawObserver, "compare", DrawObserver.compare):  # which the file sets
+            assert runpy.run_path(tp_ext.model.same_input.__file__)["DebugMode"].on is on
     assert not tp_ext.model.same_input.DebugMode.on
 
 
