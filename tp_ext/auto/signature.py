@@ -17,6 +17,7 @@ from tp_ext._containers import PLAIN_VALUES, NestedTensors, attributes_of, conte
 from tp_ext.auto.module_state import FUNCTIONS, text_of
 from tp_ext.auto.record.flow import is_number
 from tp_ext.auto.record.trace import arguments
+from tp_ext.context_layout import ContextLayout
 
 
 def signature(named: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, bool]]:
@@ -71,8 +72,8 @@ def _kind(value: Any, values: list[Any], opaque: list[bool], lengths: bool = Tru
         items = enumerate(value) if isinstance(value, list | tuple | collections.deque) else ()
         inner = {**dict(items), **{key: getattr(value, key) for key in attributes_of(value)}}
     if not isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
-        # A rank has a cache of its own
-        is_skipped = is_cache(value) or isinstance(value, nn.Module)
+        # A rank has a cache of its own, and tokens of its own: the attention over a layout is no part of a plan
+        is_skipped = is_cache(value) or isinstance(value, nn.Module | ContextLayout)
         contents = NestedTensors({}, {"": ""}) if is_skipped else contents_of(value, "")
         if contents.unknown or contents.tensors:
             opaque.append(bool(contents.unknown))
