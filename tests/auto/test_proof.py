@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.proof.prove_values import PIECE, RunResults, compare_runs
+from tp_ext.auto.proof.prove_values import SPAN, RunResults, compare_runs
 from tp_ext.auto.search.localize import Localized
 from tp_ext.debug import simulate
 
@@ -363,7 +363,7 @@ NUMBERS = [*itertools.product(FLOATS, ["", "infinite", "one infinite", "nan"]), 
 
 
 @pytest.mark.parametrize(("dtype", "what"), NUMBERS, ids=str)
-@pytest.mark.parametrize("shape", [(2 * PIECE + 5,), (5, PIECE // 2), (3,), ()], ids=str)
+@pytest.mark.parametrize("shape", [(2 * SPAN + 5,), (5, SPAN // 2), (3,), ()], ids=str)
 def test_the_largest_difference_is_that_of_all_elements(dtype: torch.dtype, what: str, shape: tuple[int, ...]):
     generator = torch.Generator().manual_seed(0)
     wanted, got = (torch.randn(shape, generator=generator).mul(3).to(dtype) for _ in range(2))

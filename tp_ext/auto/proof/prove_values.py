@@ -38,7 +38,7 @@ from tp_ext.simulation import simulate
 from tp_ext.simulation.rank_state import owned_by_ranks
 
 MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
-PIECE = 1 << 16  # elements that are compared at once
+SPAN = 1 << 16  # elements that are compared at once
 FEW = 64  # tokens with which the example is run as it is
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
 
@@ -260,10 +260,10 @@ def full_logits(result: Any) -> Any:
 
 def _largest(tensor: Tensor, less: Tensor | None = None) -> float:
     """The largest absolute value of a tensor, or of its difference from another; NaN if there is one."""
-    # In pieces that stay in the cache: three passes over the gradient of a large table cost more than its backward
-    pieces = tensor.reshape(-1).split(PIECE)
-    others = [torch.zeros(())] * len(pieces) if less is None else less.reshape(-1).split(PIECE)
-    sizes = [(x.double() - y.double()).abs().max() for x, y in zip(pieces, others, strict=True)]
+    # In spans that stay in the cache: three passes over the gradient of a large table cost more than its backward
+    spans = tensor.reshape(-1).split(SPAN)
+    others = [torch.zeros(())] * len(spans) if less is None else less.reshape(-1).split(SPAN)
+    sizes = [(x.double() - y.double()).abs().max() for x, y in zip(spans, others, strict=True)]
     return torch.stack(sizes).max().item()
 
 
