@@ -77,5 +77,5 @@ CONVERSIONS = {
 }
 """(type before, type after) -> the region."""
 
-WIRE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "": 0}
+WIRE = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Collective -> the bytes that a rank sends for n bytes of the full tensor, in units of n (p - 1) / p."""

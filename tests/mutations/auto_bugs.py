@@ -26,7 +26,7 @@ AUTO_BUGS = [
     _bug(
         "direct_call_of_gathered_tokens",
         "search/direct_calls.py",
-        "if whole is not None and whole.whole is R:",
+        "if gather is not None and gather.whole is R:",
         "if False:",
         "With all tokens the gradient at a gather of tokens counts as complete.",
         f"{CALLS}[a norm before two layers-auto]",

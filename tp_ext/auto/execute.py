@@ -218,9 +218,7 @@ class _Applied:
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
         self.tokens = TokenLengths(group) if plan.tokens else None
-        self.scattered = {
-            edit.module: edit.dim for edit in plan.tokens if edit.types == (P, S) and edit.dim is not None
-        }
+        self.scattered = {edit.module: edit.dim for edit in plan.tokens if edit.types == (P, S)}
 
     def apply(self) -> None:
         own_input = {copy.module for copy in self.plan.copies if self.sums_own_input(copy)}

@@ -49,7 +49,8 @@ def converted(x: Typed, group: str, before: Type, after: Type, dim: int = 0) -> 
         return x
     if before is Type.P:
         x = partial(x, group)
-    source, result = ({"S": S(_positive(dim, x))}.get(kind) or getattr(spmd_types, kind) for kind in (before, after))
+    shards = S(_positive(dim, x))
+    source, result = (shards if kind is Type.S else getattr(spmd_types, kind) for kind in (before, after))
     collective = getattr(rules, CONVERSIONS[before, after].forward or "convert")
     return collective(x, process_group(group), src=source, dst=result)
 

@@ -107,12 +107,11 @@ def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) ->
     # processes, each another one
     place: dict[str, Any] = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
     if data is not None:
-        place = {
+        place |= {
             "num_processes": data.size(),
             "process_index": data.get_local_rank(),
             "split_batches": accelerator.split_batches,
             "even_batches": accelerator.even_batches,
-            "dispatch_batches": False,
         }
 
     def prepare_model(module: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
-from tp_ext.conversions import I, P, R, S, Type
+from tp_ext.conversions import I, P, R, S
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import Sharding
 
@@ -79,15 +79,13 @@ class Conversions:
         # With sharded tokens, any module can: a recomputation must know whether its forward had them sharded
         self.checks_backward = direct.converts or tokens
 
-        def of(edits: Sequence[Conversion], *types: tuple[Type, Type]) -> list[Conversion]:
-            return [edit for edit in edits if edit.types in types]
-
-        self.slices, self.gathers = of(direct.values, (I, S)), of(direct.values, (S, I))
+        self.slices = [edit for edit in direct.values if edit.types == (I, S)]
+        self.gathers = [edit for edit in direct.values if edit.types == (S, I)]
+        self.sums = [SumOutput(edit.path, group) for edit in direct.values if edit.types == (P, I)]
         # The gradient of a slice is that of this rank's elements: summed with those of the others
-        copies = [edit.path for edit in (*of(direct.gradients, (I, R)), *self.slices)]
-        self.copies = CopyArguments(list(dict.fromkeys(copies)), group)
-        self.partial = [PartialGradient(edit.path, group) for edit in of(direct.gradients, (R, I))]
-        self.sums = [SumOutput(edit.path, group) for edit in of(direct.values, (P, I))]
+        copies = (*(edit for edit in direct.gradients if edit.types == (I, R)), *self.slices)
+        self.copies = CopyArguments(list(dict.fromkeys(edit.path for edit in copies)), group)
+        self.partial = [PartialGradient(edit.path, group) for edit in direct.gradients if edit.types == (R, I)]
         self.in_hooks = self.entered = self.converting = False
 
     def is_direct(self) -> bool:

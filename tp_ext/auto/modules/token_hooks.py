@@ -7,8 +7,6 @@ Recomputation in backward (gradient checkpointing) finds the length by the argum
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tp_ext import _ops
 from tp_ext.auto.record.edits import Conversion, LeafPath, edits_of
 from tp_ext.auto.record.record import tensors
-from tp_ext.auto.search.localize import argument_path, replaced, replaced_argument
+from tp_ext.auto.search.localize import argument_path, leaf_at, replaced, replaced_argument
 from tp_ext.conversions import I, P, R, S
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import split_sizes
@@ -112,13 +110,6 @@ def _recall(lengths: TokenLengths, x: Tensor) -> None:
     lengths.length, lengths.backward = known[1], backward
 
 
-def _at(value: Any, path: LeafPath) -> Any:
-    for key in path:
-        is_item = isinstance(value, list | tuple | Mapping)
-        value = operator.getitem(value, key) if is_item else getattr(value, str(key))
-    return value
-
-
 @dataclass
 class BeginForward:
     """A forward pre-hook of the model, without which a stage of a pipeline would keep all tokens, silently."""
@@ -166,9 +157,10 @@ class KeepTokens:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for path in self.paths:
             path_in_call = argument_path(module, args, kwargs, path)
-            if path_in_call is None:
+            x = None if path_in_call is None else leaf_at((args, kwargs), path_in_call)
+            # A call may have another kind of argument in its place
+            if not isinstance(x, Tensor):
                 continue
-            x = _at((args, kwargs), path_in_call)
             if self.lengths.forwards == 0:
                 self.lengths.recall(x)
             elif not torch.compiler.is_compiling():

@@ -34,7 +34,7 @@ from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
-from tp_ext.conversions import I, P, S
+from tp_ext.conversions import P, S
 from tp_ext.sharding import Sharding
 
 
@@ -53,7 +53,6 @@ class PlannerOf(Protocol):
 
 BUDGET = 2**30  # bytes of parameters
 TYPES = (torch.float64, torch.float32)
-_OF_A_CALL = (I, S), (S, I)
 READ_TOLERANCE = 0.05  # relative, of numbers that code reads of the example, in another type
 
 
@@ -191,11 +190,9 @@ class Prover:
         only = self._only(self.reduced, plan)
         if not self.is_all:
             plan = self.planner_of(self.reduced, self.example, self.p, only).decide()
+        carried_out = (*carried.copies, *carried.sums, *carried.tokens)
         # Slices and gathers are those of this call
-        edits = [*plan.slices, *plan.gathers]
-        edits += [
-            e for e in carried.conversions if e.module in self.modules and (e.tokens or e.types not in _OF_A_CALL)
-        ]
+        edits = [*plan.slices, *plan.gathers, *(edit for edit in carried_out if edit.module in self.modules)]
         on_tokens = {draw.module for draw in carried.draws if draw.tokens}
         # Of a smaller model, whose lengths are others
         draws = [replace(draw, shape=None) for draw in carried.draws if draw.module in on_tokens & {*self.modules}]

@@ -105,7 +105,7 @@ class Conversion:
         return self.factor.sharding(self.dim)
 
 
-def gather(module: str, path: LeafPath, sharding: Sharding) -> Conversion:
+def gathered_output(module: str, path: LeafPath, sharding: Sharding) -> Conversion:
     """An output that has a sharded dim, such as attention weights, and is whole for the code that gets it."""
     return Conversion(module, "output", path, S, I, sharding.dim, Factor(tuple(sharding.parts)))
 

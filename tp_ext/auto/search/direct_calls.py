@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms, atoms_in
-from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gather, leaf_name
+from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gathered_output, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
 from tp_ext.auto.search.flow import COMPLETE, PARTIAL, Finder
@@ -78,10 +78,10 @@ def _refused_in(direct: DirectCall, local: set[str]) -> DirectCall:
 
 def _common(one: DirectCall, other: DirectCall) -> DirectCall:
     """The conversions for two calls of a module in forward: where they differ, a direct call could be either."""
-    if one.refused or (one.values, other.refused) != (other.values, ""):
+    if one.refused or other.refused or one.values != other.values:
         why = one.refused or "its calls in forward take or return other shards"
         return DirectCall(one.module, options=one.options, results=one.results, refused=why)
-    if one.refused_gradients or (one.gradients, other.refused_gradients) != (other.gradients, ""):
+    if one.refused_gradients or other.refused_gradients or one.gradients != other.gradients:
         why = one.refused_gradients or "its calls in forward complete other gradients"
         return replace(one, gradients=(), refused_gradients=why)
     return one
@@ -111,7 +111,7 @@ class _Boundary:
                 edits.append(Conversion(module, "argument", path, I, S, sharding.dim, factor))
                 dims.append(tensor.dim())
         for path, tensor in self.call.outputs:
-            edits += [gather(module, path, sharding) for sharding in self.shardings(tensor)]
+            edits += [gathered_output(module, path, sharding) for sharding in self.shardings(tensor)]
             if self.is_partial(tensor):
                 edits.append(Conversion(module, "output", path, P, I))
         return DirectCall(module, tuple(edits), dims=tuple(dims))
@@ -168,9 +168,9 @@ class _Boundary:
         for place, of_use in finder.used.get(id(tensor), ()):
             if not first <= place < stop:
                 continue
-            whole = finder.tokens.gather_at(tensor, place) if finder.tokens is not None else None
-            if whole is not None and whole.whole is R:  # with all tokens it is a sum, backward
-                is_summed, of_use = self.is_beyond(whole, inside), frozenset({PARTIAL})
+            gather = finder.tokens.gather_at(tensor, place) if finder.tokens is not None else None
+            if gather is not None and gather.whole is R:  # with all tokens it is a sum, backward
+                is_summed, of_use = self.is_beyond(gather, inside), frozenset({PARTIAL})
             else:
                 is_summed = any(begin <= place < end and first <= begin and end <= stop for begin, end in sums)
             types |= {COMPLETE} if is_summed else of_use

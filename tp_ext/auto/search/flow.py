@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms_in, contains
-from tp_ext.auto.record.edits import Conversion, LeafPath, gather
+from tp_ext.auto.record.edits import Conversion, LeafPath, gathered_output
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
@@ -139,7 +139,7 @@ class Finder:
                         blame = frozenset(decision.sharded)
                         self.flow.problems.append(Problem("", text, blame=blame))
                     else:
-                        self.flow.gathers.append(gather("", path, Sharding(dim, parts)))
+                        self.flow.gathers.append(gathered_output("", path, Sharding(dim, parts)))
 
     def is_partial_in(self, tensor: Tensor, step: Step) -> bool:
         """True if a tensor is partial for an operator; outside of the module that made it so it has been summed."""

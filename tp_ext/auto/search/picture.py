@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Conversion, Output
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import local_length
+from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding
 
@@ -57,7 +57,7 @@ def outputs_of(
     calls: dict[str, ModuleCall] = {}
     for call in record.calls:
         calls.setdefault(call.module, call)
-    around = {p for name in calls for p in itertools.accumulate(name.split("."), "{}.{}".format) if p != name}
+    around = {parent for name in calls for parent in with_parents(name)[:-1]}
     outputs = []
     for call in sorted(calls.values(), key=lambda called: (called.start, -called.stop)):
         tensors = [tensor for _, tensor in call.outputs]

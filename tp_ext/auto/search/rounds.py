@@ -403,7 +403,7 @@ class Planner:
             heads=state.heads,
             buffers=flow.buffers,
             conversions=edits + (state.tokens.edits if state.tokens else []),
-            refused_inputs=state.flow.refused_inputs,
+            refused_inputs=flow.refused_inputs,
             draws=self.draws(state),
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
             sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
