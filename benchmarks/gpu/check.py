@@ -147,13 +147,13 @@ def begin(program: str, args: argparse.Namespace, cores: int) -> dict[str, Any]:
         driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         driver = "unknown"
-    made = stamp(args.device)
+    provenance = stamp(args.device)
     return {
-        "commit": made["commit"],
+        "commit": provenance["commit"],
         "gpu": torch.cuda.get_device_name(0) if gpu else None,
         "driver": driver if gpu else None,
         "arch": "{}.{}".format(*torch.cuda.get_device_capability(0)) if gpu else None,
-        "cpu": None if gpu else made["device"],
+        "cpu": None if gpu else provenance["device"],
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": sys.version.split()[0],

@@ -125,11 +125,11 @@ def columns(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Cal
 def flat(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
     x, grad = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
     ours, peer = partial(_ops.bias_act, bias=None, activation="silu"), torch_peers(F.silu, device)
-    theirs = peer.get("torch.compile", F.silu)
+    compiled = peer.get("torch.compile", F.silu)
     if not backward:
-        return partial(ours, x), partial(theirs, x), 2 * x.nbytes
+        return partial(ours, x), partial(compiled, x), 2 * x.nbytes
     inputs = [x.requires_grad_()]
-    return _BackwardOf(ours, inputs, grad), _BackwardOf(theirs, inputs, grad), 3 * x.nbytes
+    return _BackwardOf(ours, inputs, grad), _BackwardOf(compiled, inputs, grad), 3 * x.nbytes
 
 
 def dropout(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:

@@ -48,7 +48,7 @@ struct DropoutRows {
 };
 
 // Rows of `last` elements, the last dim, where elements that are neighbours here are so in the full
-// tensor; else those of the index, of which there may be few
+// tensor; else the rows of the index, which may be few
 template <typename T>
 DropoutRows dropout_rows(const DropoutArgs<T>& a, int64_t last) {
   const int64_t inner = a.index.local_inner;

@@ -258,7 +258,7 @@ def test_a_value_that_is_a_switch(name: str):
 
 
 def _asked(group: Any, name: str) -> None:
-    """What code asks of the memory of its arguments, and of the modes in which it is called."""
+    """Code may ask for strides of its arguments, and for the modes in which it is called."""
     model, sharded = _models(group, Switched, (X, name))
     view, words = X, "no call with arguments of these kinds and lengths.*pinned by _softmax"
     mode: Any = contextlib.nullcontext()

@@ -54,19 +54,19 @@ def _patches(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
 def _edits(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
     """Each kind of copy, sum and slice forgotten, or in a place where it is wrong."""
     seen = set()
-    for i, one in enumerate([*plan.copies, *plan.sums, *plan.slices]):
-        kind = one.types, one.at, one.module.rpartition(".")[2]
+    for i, edit in enumerate([*plan.copies, *plan.sums, *plan.slices]):
+        kind = edit.types, edit.at, edit.module.rpartition(".")[2]
         if kind in seen:
             continue
         seen.add(kind)
-        left = [other for other in plan.conversions if other is not one]
-        yield f"{i}: no {one}", dataclasses.replace(plan, conversions=left)
-        if one.at == "output" and one.before is I:
-            twice = [*plan.conversions, dataclasses.replace(one, span=(-1, 0, 7))]
-            yield f"{i}: {one} once more for some", dataclasses.replace(plan, conversions=twice)
-        if one.at == "parameter":
-            flipped = [*left, dataclasses.replace(one, after=R if one.after is P else P)]
-            yield f"{i}: {one} divided or not", dataclasses.replace(plan, conversions=flipped)
+        left = [other for other in plan.conversions if other is not edit]
+        yield f"{i}: no {edit}", dataclasses.replace(plan, conversions=left)
+        if edit.at == "output" and edit.before is I:
+            twice = [*plan.conversions, dataclasses.replace(edit, span=(-1, 0, 7))]
+            yield f"{i}: {edit} once more for some", dataclasses.replace(plan, conversions=twice)
+        if edit.at == "parameter":
+            flipped = [*left, dataclasses.replace(edit, after=R if edit.after is P else P)]
+            yield f"{i}: {edit} divided or not", dataclasses.replace(plan, conversions=flipped)
     again = Conversion(next(iter(plan.roles)).rpartition(".")[0], "output", (), P, I)
     yield "a sum of what is complete", dataclasses.replace(plan, conversions=[*plan.conversions, again])
 
@@ -88,21 +88,21 @@ def _tokens(plan: Plan, model: nn.Module) -> Iterator[tuple[str, Plan]]:
     """Each kind of boundary of sharded tokens forgotten, along another dim, or of the conjugate kind; and gradients of
     parameters used on shards that are not summed, or always."""
     seen = set()
-    for one in plan.tokens:
-        if one.types == (S, S) or one.types in seen:
+    for edit in plan.tokens:
+        if edit.types == (S, S) or edit.types in seen:
             continue
-        seen.add(one.types)
-        other = (S, R) if one.types == (S, I) else (S, I)
+        seen.add(edit.types)
+        other = (S, R) if edit.types == (S, I) else (S, I)
         for text, put in (
             ("no", []),
-            ("another dim in", [dataclasses.replace(one, dim=0)]),
-            ("the other kind of", [dataclasses.replace(one, before=other[0], after=other[1])]),
+            ("another dim in", [dataclasses.replace(edit, dim=0)]),
+            ("the other kind of", [dataclasses.replace(edit, before=other[0], after=other[1])]),
         ):
-            i = plan.conversions.index(one)
+            i = plan.conversions.index(edit)
             edits = [*plan.conversions[:i], *put, *plan.conversions[i + 1 :]]
-            yield f"{text} {one}", dataclasses.replace(plan, conversions=edits)
-    copies = [one for one in plan.copies if one.tokens]
-    left = [one for one in plan.conversions if one is not copies[0]]
+            yield f"{text} {edit}", dataclasses.replace(plan, conversions=edits)
+    copies = [edit for edit in plan.copies if edit.tokens]
+    left = [edit for edit in plan.conversions if edit is not copies[0]]
     yield f"no {copies[0]}", dataclasses.replace(plan, conversions=left)
 
 

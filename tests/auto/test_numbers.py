@@ -127,7 +127,7 @@ def test_what_follows_of_the_value_is_refused(made: type[Base], text: str):
 
 
 class OfArgument(Base):
-    """What it reads of a floating-point argument, or of the features, is a row of the table."""
+    """A row of the table names the number that code reads of a floating-point argument, or of the features."""
 
     def __init__(self, row: str) -> None:
         super().__init__()

@@ -106,7 +106,7 @@ def _same_gradients(dense: nn.Module, sharded: nn.Module) -> None:
 
 def test_what_is_sharded_on_its_tokens() -> None:
     plan = auto.plan(Gpt(), _inputs(), 2, sequence_parallel=True)
-    found = {(one.types, one.module, one.at, one.dim) for one in plan.tokens if one.types != (S, S)}
+    found = {(edit.types, edit.module, edit.at, edit.dim) for edit in plan.tokens if edit.types != (S, S)}
     layers = {
         (types, f"layers.{i}.{name}", "output", 1)
         for i in range(2)
@@ -146,7 +146,7 @@ def test_auto_shards_where_no_more_is_communicated() -> None:
     x = (torch.zeros(3, 5, 8),)
     forced, plan = (auto.plan(one, x, 2, sequence_parallel=how) for how in (True, "auto"))
     # the model returns what is sharded: the gather comes on top of the two halves of the all-reduce
-    assert forced.tokens and {one.types for one in forced.tokens if one.types != (S, S)} == {(P, S), (S, I)}
+    assert forced.tokens and {edit.types for edit in forced.tokens if edit.types != (S, S)} == {(P, S), (S, I)}
     assert plan.tokens == [] and plan.collectives == auto.plan(one, x, 2).collectives
     assert "would grow from" in plan.why("the model") and "all tokens in the result of the model" in str(plan)
 
@@ -169,9 +169,9 @@ def test_code_that_reads_the_length_of_shards_moves_the_boundary() -> None:
     model, inputs = build("llama")
     plan = auto.plan(model, inputs, 2, sequence_parallel=True)
     assert "arange" in plan.why("model.embed_tokens") and "model.embed_tokens" in plan.whole_tokens
-    assert ((I, S), "model.layers.0", "argument") in {(one.types, one.module, one.at) for one in plan.tokens}
-    assert ((I, S), "model.layers.1", "argument") not in {(one.types, one.module, one.at) for one in plan.tokens}
-    assert {one.module for one in plan.tokens if one.types == (S, R)} >= {"lm_head"}
+    assert ((I, S), "model.layers.0", "argument") in {(edit.types, edit.module, edit.at) for edit in plan.tokens}
+    assert ((I, S), "model.layers.1", "argument") not in {(edit.types, edit.module, edit.at) for edit in plan.tokens}
+    assert {edit.module for edit in plan.tokens if edit.types == (S, R)} >= {"lm_head"}
 
 
 # ---------------------------------------------------------------- training
@@ -348,7 +348,7 @@ def test_parts_of_a_model_have_all_tokens() -> None:
 def _verified(group: Any) -> None:
     dense = Gpt().double()
     plan = auto.plan(dense, _inputs(), 2, sequence_parallel=True, hints={"layers.0.mlp": "whole"})
-    assert "layers.0.mlp.down" not in {one.module for one in plan.tokens if one.types == (P, S)}
+    assert "layers.0.mlp.down" not in {edit.module for edit in plan.tokens if edit.types == (P, S)}
     auto.apply(plan, dense.eval(), group, verify=True, example=_inputs())
 
 

@@ -88,7 +88,7 @@ def _kind(value: Any, values: list[Any], opaque: list[bool], lengths: bool = Tru
 
 
 def _strides(tensor: Tensor) -> Any:
-    """What code asks of the memory of a tensor, without its lengths: () for a contiguous one."""
+    """Returns the order of a tensor's strides, whatever its lengths; () for a contiguous one."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return () if tensor.layout == torch.strided else tensor.layout
     order = sorted(set(tensor.stride()))

@@ -24,6 +24,7 @@ def with_tensors(value: Any, function: Callable[[Tensor], Any], memo: dict[int, 
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)][0]
+    # Containers come before the kept types, and unknown objects last: a deep copy of them would copy their tensors
     if isinstance(value, Tensor):
         result = function(value)
     elif isinstance(value, list):

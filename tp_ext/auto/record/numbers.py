@@ -106,7 +106,7 @@ def _started(instructions: Sequence[Instruction], roots: Mapping[int, Tensor]) -
 
 @dataclass
 class ReadNumbers:
-    """What a run of a model has read from arguments.
+    """The numbers that a run of a model has read from arguments.
 
     Attributes:
         inputs: place -> the paths of that argument in ``(args, kwargs)``. instructions: those that lead to a number.

@@ -91,7 +91,7 @@ def on_the_wire(collectives: Sequence[Collective]) -> int:
 
 
 def _of(region: Region, module: str, tensor: Tensor, record: Record) -> Iterator[Collective]:
-    """The collectives of a region, of which those of backward need a gradient."""
+    """Yields the collectives of a region; the backward one only if the tensor has a gradient."""
     if region.forward:
         yield Collective(region.forward.replace("_", "-"), module, "forward", _bytes(tensor))
     if region.backward and id(tensor) in record.differentiable:

@@ -22,6 +22,7 @@ def value_of(kind: Any, read: Any, where: str) -> Any:
     """
     if kind is Any:
         return read
+    # Generic types first: they are no classes, for which the tests below ask
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _of_any(inner, read, where)
