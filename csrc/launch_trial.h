@@ -13,12 +13,12 @@
 namespace tp_ext {
 
 // nullopt: by the table again. False: no such family.
-inline bool try_launch(const std::string& family, const std::optional<std::array<int, 4>>& choice) {
+inline bool try_launch(const std::string& family, const std::optional<std::array<int, 5>>& choice) {
   const auto at = std::find(std::begin(kFamilies), std::end(kFamilies), family);
   if (at == std::end(kFamilies)) return false;
   LaunchTrial& trial = launch_trials[at - std::begin(kFamilies)];
   trial = {choice.has_value(), {}};
-  if (choice) trial.choice = {(*choice)[0], (*choice)[1], (*choice)[2], (*choice)[3]};
+  if (choice) trial.choice = {(*choice)[0], (*choice)[1], (*choice)[2], (*choice)[3], (*choice)[4]};
   return true;
 }
 

@@ -9,6 +9,7 @@ faster than the rule by more than noise. FOLDER/tune.json and the table are writ
 first; entries of other architectures stay. The next build reads the table.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -39,13 +40,22 @@ NAMES = {  # family -> its name in C++
     "dropout_fwd": "kDropoutForward",
     "dropout_bwd": "kDropoutBackward",
     "embedding_bwd": "kEmbeddingBackward",
+    "rms_norm_fwd": "kRmsNormForward",
+    "layer_norm_fwd": "kLayerNormForward",
+    "rope": "kRope",
+    "random_fill": "kRandomFill",
 }
-Choice = tuple[int, int, int, int]  # vectors, threads, rows, blocks: csrc/kernels/launch_table.h
-NORM_CHOICES = [(vectors, 0, 0, blocks) for vectors in (1, 2, 4) for blocks in (0, 1, 2, 4, 8)]
-CE_CHOICES = [(0, 32, rows, 0) for rows in (1, 2, 4, 8, 16)] + [(0, t, 1, 0) for t in (64, 128, 256, 512)]
-COLUMN_CHOICES = [(0, 0, 0, 1 << power) for power in (11, 12, 13, 15)]
-DROPOUT_CHOICES = [(vectors, 0, 0, blocks) for vectors in (1, 2) for blocks in (0, 1 << 11, 1 << 13)]
-EMBEDDING_CHOICES = [(4, 0, 0, 0), (8, 0, 0, 0)]
+Choice = tuple[int, int, int, int, int]  # vectors, threads, rows, blocks, stages: csrc/kernels/launch_table.h
+NORM_CHOICES = [(vectors, 0, 0, blocks, stages) for stages in (1, 2) for vectors in (1, 2, 4) for blocks in (0, 2, 8)]
+NORM_FORWARD_CHOICES = [(vectors, 0, 0, 0, 0) for vectors in (1, 2, 4)]
+CE_CHOICES = [(0, 32, rows, 0, 1) for rows in (1, 2, 4, 8, 16)] + [(0, t, 1, 0, 1) for t in (64, 128, 256, 512)]
+CE_AHEAD_CHOICES = [(0, 32, rows, blocks, 2) for rows in (2, 8) for blocks in (0, 2, 16)]
+CE_AHEAD_BYTES = 2048  # of a row: kCeKept in csrc/kernels/vocab_cross_entropy.cuh
+COLUMN_CHOICES = [(0, 0, 0, 1 << power, 0) for power in (11, 12, 13, 15)]
+DROPOUT_CHOICES = [(vectors, 0, 0, blocks, 0) for vectors in (1, 2) for blocks in (0, 1 << 11, 1 << 13)]
+EMBEDDING_CHOICES = [(4, 0, 0, 0, 0), (8, 0, 0, 0, 0)]
+ROPE_CHOICES = [(0, threads, 0, blocks, 0) for threads in (32, 64, 128, 256) for blocks in (0, 1 << 10, 1 << 12)]
+FILL_CHOICES = [(0, 0, 0, 1 << power, 0) for power in (10, 11, 12, 14)]
 FLAT = 256  # columns of half types without a bias, 32 vectors: flat_columns in csrc/kernels/column_sum.cuh
 DROPPED = 0.1  # of the elements
 GAIN = 1.02  # times as fast as the rule: less is noise
@@ -65,7 +75,9 @@ class Subject:
     make: Callable[[str, torch.dtype, int, int], tuple[Call, Call, int]]
 
 
-def norm_backward(centred: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def norm(
+    centred: bool, backward: bool, device: str, dtype: torch.dtype, rows: int, width: int
+) -> tuple[Call, Call, int]:
     x, grad = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
     params = [torch.randn(width, dtype=dtype, device=device).requires_grad_() for _ in range(2 if centred else 1)]
     inputs = [x.requires_grad_(), *params]
@@ -78,8 +90,12 @@ def norm_backward(centred: bool, device: str, dtype: torch.dtype, rows: int, wid
     def backward_of(forward: Callable[..., Tensor]) -> Call:
         return _BackwardOf(forward, inputs, grad)
 
-    ours = partial(_ops.layer_norm if centred else _ops.rms_norm, eps=EPS)
-    return backward_of(ours), backward_of(torch_peers(eager, device).get("torch.compile", eager)), 3 * x.nbytes
+    ours, peer = partial(_ops.layer_norm if centred else _ops.rms_norm, eps=EPS), torch_peers(eager, device)
+    compiled = peer.get("torch.compile", eager)
+    if not backward:
+        given = [tensor.detach() for tensor in inputs]
+        return partial(ours, *given), partial(compiled, *given), 2 * x.nbytes
+    return backward_of(ours), backward_of(compiled), 3 * x.nbytes
 
 
 class _BackwardOf:
@@ -162,22 +178,58 @@ def embedding_backward(device: str, dtype: torch.dtype, rows: int, width: int) -
     return _BackwardOf(ours, weight, grad), _BackwardOf(peer, weight, grad), grad.nbytes + weight[0].nbytes
 
 
+def rope(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    """Heads of 128 features, all of them rotated."""
+    head_dim = min(width, 128)
+    x = torch.randn(1, rows, width // head_dim, head_dim, dtype=dtype, device=device)
+    cos, sin = _ops.rope_tables(torch.arange(rows, device=device), head_dim, 10000.0, torch.float32)
+
+    def eager(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, -1)
+        turned = first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]
+        return torch.cat(turned, -1).to(x.dtype)
+
+    return (
+        partial(_ops.rope, x, cos, sin),
+        partial(torch_peers(eager, device).get("torch.compile", eager), x),
+        2 * x.nbytes,
+    )
+
+
+def random_fill(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+    seed = torch.tensor(5, device=device)
+    x, y = (torch.empty(rows, width, dtype=dtype, device=device) for _ in range(2))
+    turns = itertools.cycle((x, y))  # the results of a choice and of the rule must not be one tensor
+
+    def ours() -> Tensor:
+        to = next(turns)
+        _ops.philox_normal_(to, seed, 0.0, 1.0, width, width, 0)
+        return to
+
+    return ours, x.normal_, x.nbytes
+
+
 def subjects() -> Iterator[Subject]:
     """Yields the cases, those furthest behind torch.compile first (docs/reference/kernels.md)."""
     half, single = torch.bfloat16, torch.float32
     for width in (1024, 4096, 128, 2048, 8192, 256, 512):
-        for centred, family in ((True, "layer_norm_bwd"), (False, "rms_norm_bwd")):
-            yield Subject(family, width, half, NORM_CHOICES, partial(norm_backward, centred))
+        for centred, family in ((True, "layer_norm"), (False, "rms_norm")):
+            yield Subject(f"{family}_bwd", width, half, NORM_CHOICES, partial(norm, centred, True))
+            yield Subject(f"{family}_fwd", width, half, NORM_FORWARD_CHOICES, partial(norm, centred, False))
     for width in (1024, 4096, 8192):
         for backward, family in ((True, "dropout_bwd"), (False, "dropout_fwd")):
             yield Subject(family, width, half, DROPOUT_CHOICES, partial(dropout, backward))
         yield Subject("embedding_bwd", width, half, EMBEDDING_CHOICES, embedding_backward)
+    for width in (1024, 4096):
+        yield Subject("random_fill", width, half, FILL_CHOICES, random_fill)
+        yield Subject("rope", width, half, ROPE_CHOICES, rope)
     for backward, family in ((True, "columns_bwd"), (False, "columns_fwd")):
         yield Subject(family, FLAT, half, COLUMN_CHOICES, partial(flat, backward))
     for width in (1024, 4096, 32768, 131072, 2048, 8192, 16384, 50257):
         for backward, family in ((False, "ce_stats"), (True, "ce_bwd")):
             for dtype in (half, single) if width <= 8192 else (half,):
-                yield Subject(family, width, dtype, CE_CHOICES, partial(cross_entropy, backward))
+                ahead = CE_AHEAD_CHOICES if width * dtype.itemsize <= CE_AHEAD_BYTES else []
+                yield Subject(family, width, dtype, CE_CHOICES + ahead, partial(cross_entropy, backward))
     for width in (1024, 4096, 16384):
         for dtype in (half, single):
             yield Subject("columns_fwd", width, dtype, COLUMN_CHOICES, columns)
@@ -187,7 +239,7 @@ def trying(family: str, choice: Choice | None, call: Call) -> Call:
     """The call, launched by this choice; None: by the rule alone."""
 
     def tried() -> object:
-        _C.try_launch(family, choice or (0, 0, 0, 0))
+        _C.try_launch(family, choice or (0, 0, 0, 0, 0))
         try:
             return call()
         finally:

@@ -19,6 +19,14 @@ void dispatch_floating(at::ScalarType dtype, const char* op, F f) {
   dispatch_storage<__nv_bfloat16, __half>(dtype, op, f);
 }
 
+// Multiprocessors of the current device
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 // How to launch kernels on rows of `width` elements of T on the current device
 template <typename T>
 LaunchChoice choose_launch(Family family, int64_t width) {

@@ -72,6 +72,16 @@ void allow_shared(Kernel kernel, int64_t bytes) {
   }
 }
 
+// Calls f(the number of vectors that a thread keeps, as an integral constant)
+template <typename T, typename F>
+void with_kept(int kept, F f) {
+  if constexpr (sizeof(T) == 2) {
+    if (kept == 1) return f(std::integral_constant<int, 1>());
+    if (kept == 2) return f(std::integral_constant<int, 2>());
+  }
+  f(std::integral_constant<int, kNormCached>());
+}
+
 // y, sum, mean, rstd; sum is undefined without a residual, mean empty without kCentred
 template <bool kCentred>
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Tensor& residual,
@@ -98,12 +108,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
     const T* const r = adds ? in<T>(rest) : nullptr;
     T* const s = adds ? out<T>(sum) : nullptr;
     const bool vectors = aligned<T, W>(n, {in<T>(x), r, s, in<T>(y)}, in<W>(w), in<W>(b));
-    const NormLaunch launch = norm_launch<T>(n, vectors);
+    const NormLaunch launch = norm_fwd_launch<T>(
+        n, vectors,
+        choose_launch<T>(kCentred ? Family::kLayerNormForward : Family::kRmsNormForward, n));
     NormShared shared = {};
     if (!launch.cached) shared = norm_shared<T>(n, launch.groups, 1, 0, shared_limit(x));
-    const auto kernel = launch.cached ? norm_fwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
-                        : vectors     ? norm_fwd_kernel<T, W, kCentred, kVec<T>, 0>
-                                      : norm_fwd_kernel<T, W, kCentred, 1, 0>;
+    auto* kernel = vectors ? norm_fwd_kernel<T, W, kCentred, kVec<T>, 0, true>
+                           : norm_fwd_kernel<T, W, kCentred, 1, 0, true>;
+    if (launch.cached) {
+      with_kept<T>(launch.vectors, [&](auto kept) {
+        constexpr int k = decltype(kept)::value;
+        kernel = adds ? norm_fwd_kernel<T, W, kCentred, kVec<T>, k, true>
+                      : norm_fwd_kernel<T, W, kCentred, kVec<T>, k, false>;
+      });
+    }
     allow_shared(kernel, shared.bytes);
     const dim3 block(launch.width, launch.groups);
     kernel<<<grid_for(rows, launch.groups), block, shared.bytes, stream>>>(
@@ -114,20 +132,51 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& input, const Te
   return {y, sum, mean, rstd};
 }
 
-// The backward kernel for a row assigned to threads by `launch`
-template <typename T, typename W, bool kCentred>
-auto backward_kernel(const NormLaunch& launch, bool vectors, bool params) {
-  const auto keeping = [&](auto kept) {
-    return params ? norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, true>
-                  : norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, false>;
+// What the kernels of the backward have in common
+template <typename T, typename W>
+struct NormBackward {
+  using A = acc_t<T>;
+  const T *grad, *x, *grad_sum;
+  const W* weight;
+  const A *means, *rstds;
+  T* dx;
+  A* partial;
+  int64_t rows, n;
+};
+
+template <bool kCentred, typename T, typename W>
+void launch_backward(const NormBackward<T, W>& a, const NormLaunch& launch, bool vectors,
+                     const NormShared& shared, int64_t blocks, bool params) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto run = [&](auto kernel, int64_t bytes, auto... more) {
+    allow_shared(kernel, bytes);
+    kernel<<<static_cast<unsigned>(blocks), dim3(launch.width, launch.groups), bytes, stream>>>(
+        a.grad, a.x, a.grad_sum, a.weight, a.means, a.rstds, a.dx, a.partial, a.rows, a.n, more...);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
   };
-  if constexpr (sizeof(T) == 2) {
-    if (launch.cached && launch.vectors == 1) return keeping(std::integral_constant<int, 1>());
-    if (launch.cached && launch.vectors == 2) return keeping(std::integral_constant<int, 2>());
+  constexpr int N = kVec<T>;
+  if (launch.stages == 2) {
+    if constexpr (sizeof(T) == 2) {
+      with_kept<T>(launch.vectors, [&](auto kept) {
+        constexpr int k = decltype(kept)::value;
+        if constexpr (norm_staged_kept(k, kCentred))
+          run(params ? norm_bwd_staged_kernel<T, W, kCentred, N, k, true>
+                     : norm_bwd_staged_kernel<T, W, kCentred, N, k, false>,
+              norm_staged_bytes(launch, a.grad_sum != nullptr));
+      });
+    }
+  } else if (launch.cached) {
+    with_kept<T>(launch.vectors, [&](auto kept) {
+      constexpr int k = decltype(kept)::value;
+      run(params ? norm_bwd_kernel<T, W, kCentred, N, k, true>
+                 : norm_bwd_kernel<T, W, kCentred, N, k, false>,
+          0, int64_t{0}, false);
+    });
+  } else {
+    run(vectors ? norm_bwd_kernel<T, W, kCentred, N, 0, true>
+                : norm_bwd_kernel<T, W, kCentred, 1, 0, true>,
+        shared.bytes, shared.row, shared.sums);
   }
-  if (launch.cached) return keeping(std::integral_constant<int, kNormCached>());
-  return vectors ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
-                 : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
 }
 
 template <bool kCentred>
@@ -154,9 +203,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
   const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
   const int64_t sums = kCentred ? 2 : 1;  // dw | db of each block
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  int processors = 0;
-  C10_CUDA_CHECK(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, x.device().index()));
+  const int processors = multiprocessors();
   dispatch_norm(x, param, "norm backward", [&, rows = rows, n = n](auto t, auto p) {
     using T = decltype(t);
     using W = decltype(p);
@@ -166,26 +213,23 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& in
         aligned<T, W>(n, {in<T>(x), in<T>(g), in<T>(g_sum), to}, in<W>(w), nullptr);
     const LaunchChoice tuned =
         choose_launch<T>(kCentred ? Family::kLayerNormBackward : Family::kRmsNormBackward, n);
-    NormLaunch launch = norm_bwd_launch<T>(n, vectors, kCentred, tuned);
+    const bool adds = has(g_sum);
+    const int64_t limit = shared_limit(x);
+    NormLaunch launch = norm_bwd_launch<T>(n, vectors, kCentred, tuned, adds, limit);
     if (!launch.cached && launch.groups > 1) launch.width = 32, launch.groups = 1;
     NormShared shared = {};
-    if (!launch.cached) {
-      shared = norm_shared<T>(n, launch.groups, 2, params ? sums : 0, shared_limit(x));
-    }
-    const int64_t blocks = norm_bwd_grid(launch, rows, kCentred, processors, tuned);
-    const auto kernel = backward_kernel<T, W, kCentred>(launch, vectors, params);
+    if (!launch.cached) shared = norm_shared<T>(n, launch.groups, 2, params ? sums : 0, limit);
+    const int64_t blocks = norm_bwd_grid(launch, rows, kCentred, processors, tuned, adds, limit);
     Tensor partial;
     if (params) {
       const auto acc = acc_options(x);
       partial = launch.cached || shared.sums ? at::empty({blocks, sums, n}, acc)
                                              : at::zeros({blocks, sums, n}, acc);
     }
-    allow_shared(kernel, shared.bytes);
-    const dim3 block(launch.width, launch.groups);
-    kernel<<<static_cast<unsigned>(blocks), block, shared.bytes, stream>>>(
-        in<T>(g), in<T>(x), in<T>(g_sum), in<W>(w), kCentred ? in<A>(means) : nullptr, in<A>(rstds),
-        to, params ? out<A>(partial) : nullptr, rows, n, shared.row, shared.sums);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_backward<kCentred>(NormBackward<T, W>{in<T>(g), in<T>(x), in<T>(g_sum), in<W>(w),
+                                                 kCentred ? in<A>(means) : nullptr, in<A>(rstds),
+                                                 to, params ? out<A>(partial) : nullptr, rows, n},
+                              launch, vectors, shared, blocks, params);
     if (!params) return;
     const dim3 grid(grid_for(n, 32), static_cast<unsigned>(sums));
     norm_sum_kernel<A, W><<<grid, dim3(32, kNormSumRows), 0, stream>>>(

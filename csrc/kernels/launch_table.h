@@ -21,11 +21,16 @@ enum class Family {
   kColumnsBackward,
   kDropoutForward,
   kDropoutBackward,
-  kEmbeddingBackward
+  kEmbeddingBackward,
+  kRmsNormForward,
+  kLayerNormForward,
+  kRope,
+  kRandomFill
 };
-constexpr std::string_view kFamilies[] = {"rms_norm_bwd", "layer_norm_bwd", "ce_stats",
-                                          "ce_bwd",       "columns_fwd",    "columns_bwd",
-                                          "dropout_fwd",  "dropout_bwd",    "embedding_bwd"};
+constexpr std::string_view kFamilies[] = {
+    "rms_norm_bwd",   "layer_norm_bwd", "ce_stats",    "ce_bwd",        "columns_fwd",
+    "columns_bwd",    "dropout_fwd",    "dropout_bwd", "embedding_bwd", "rms_norm_fwd",
+    "layer_norm_fwd", "rope",           "random_fill"};
 
 // 0: as the rule has it
 struct LaunchChoice {
@@ -33,6 +38,7 @@ struct LaunchChoice {
   int threads = 0;  // of a row (cross entropy)
   int rows = 0;     // of a block (cross entropy)
   int blocks = 0;   // of a multiprocessor (norms), of the grid (columns)
+  int stages = 0;   // 2: the next row is loaded while one is computed (norms), 1: it is not
 };
 
 struct LaunchEntry {

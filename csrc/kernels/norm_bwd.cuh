@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "async_copy.cuh"
 #include "norm_row.cuh"
 
 namespace tp_ext {
@@ -67,6 +68,35 @@ __device__ __forceinline__ void norm_add_to(A* sums, int64_t i, const Vec<A, kN>
     for (int k = 0; k < kWide; ++k) s.v[k] += v.v[e + k];
     store<kWide>(sums, i + e, s);
   }
+}
+
+// What one vector adds to the row's sums of gw and gw * xhat; add(e, g, xhat) for each element
+template <bool kCentred, typename A, int kN, typename X, typename P, typename F>
+__device__ __forceinline__ void norm_bwd_terms(const X& x, const X& g, const Vec<P, kN>& w, A mean,
+                                               A rstd, A& sum_gw, A& sum_gw_hat, F add) {
+#pragma unroll
+  for (int e = 0; e < kN; ++e) {
+    const A hat = norm_hat(to_acc(x.v[e]), mean, rstd), each = to_acc(g.v[e]);
+    const A gw = norm_gw(each, A(w.v[e]));
+    sum_gw_hat += gw * hat;
+    if constexpr (kCentred) sum_gw += gw;
+    add(e, each, hat);
+  }
+}
+
+// dx of one vector; more: added to it, if adds
+template <typename T, int kN, typename A, typename X, typename P>
+__device__ __forceinline__ Vec<T, kN> norm_bwd_dx(const X& x, const X& g, const Vec<P, kN>& w,
+                                                  A mean, A rstd, A mean_gw, A mean_gw_hat,
+                                                  bool adds, const Vec<A, kN>& more) {
+  Vec<T, kN> r;
+#pragma unroll
+  for (int e = 0; e < kN; ++e) {
+    const A hat = norm_hat(to_acc(x.v[e]), mean, rstd);
+    const A d = norm_dx(norm_gw(to_acc(g.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
+    r.v[e] = from_acc<T>(adds ? d + more.v[e] : d);
+  }
+  return r;
 }
 
 // grad_sum: added to dx, or null. dx: null if not needed. partial [gridDim.x, 2 (1 without
@@ -131,19 +161,15 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
       const auto w = norm_param<kN>(weight, kOverlap && !owns ? 0 : i, 1.f);
       const auto &wide_x = norm_widen<kOverlap>(vx), &wide_g = norm_widen<kOverlap>(vg);
       Vec<A, kN> g_hat, g;
-#pragma unroll
-      for (int e = 0; e < kN; ++e) {
-        const A hat = norm_hat(to_acc(wide_x.v[e]), mean, rstd);
-        g.v[e] = to_acc(wide_g.v[e]);
-        const A gw = norm_gw(g.v[e], A(w.v[e]));
-        sum_gw_hat += gw * hat;
-        if constexpr (kCentred) sum_gw += gw;
-        if constexpr (kCached > 0 && kParams) {
-          dw[slot].v[e] += g.v[e] * hat;
-          if constexpr (kCentred) db[slot].v[e] += g.v[e];
-        }
-        g_hat.v[e] = g.v[e] * hat;
-      }
+      norm_bwd_terms<kCentred>(wide_x, wide_g, w, mean, rstd, sum_gw, sum_gw_hat,
+                               [&](int e, A each, A hat) {
+                                 if constexpr (kCached > 0 && kParams) {
+                                   dw[slot].v[e] += each * hat;
+                                   if constexpr (kCentred) db[slot].v[e] += each;
+                                 } else {
+                                   g.v[e] = each, g_hat.v[e] = each * hat;
+                                 }
+                               });
       if (kCached == 0 && partial != nullptr) {
         norm_add_to<kN>(dw_sums, i, g_hat);
         if constexpr (kCentred) norm_add_to<kN>(db_sums, i, g);
@@ -157,7 +183,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
     const A mean_gw = kCentred ? sum_gw / static_cast<A>(n) : A(0),
             mean_gw_hat = sum_gw_hat / static_cast<A>(n);
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
-      Vec<T, kN> vx, vg, r;
+      Vec<T, kN> vx, vg;
       if constexpr (kCached > 0) {
         vx = norm_reread(kept_x[slot]);
         vg = norm_reread(kept_g[slot]);
@@ -166,17 +192,12 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
         vg = load<kN>(own_x != nullptr ? own_g : gr, i);
       }
       const auto w = norm_param<kN>(weight, i, 1.f);
-      Vec<T, kN> more = {};
-      if (grad_sum != nullptr) more = load<kN>(grad_sum + start, i);
+      Vec<A, kN> more = {};
+      if (grad_sum != nullptr) more = widen(load<kN>(grad_sum + start, i));
       const auto &wide_x = norm_widen<kOverlap>(vx), &wide_g = norm_widen<kOverlap>(vg);
-#pragma unroll
-      for (int e = 0; e < kN; ++e) {
-        const A hat = norm_hat(to_acc(wide_x.v[e]), mean, rstd);
-        const A d =
-            norm_dx(norm_gw(to_acc(wide_g.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
-        r.v[e] = from_acc<T>(grad_sum != nullptr ? d + to_acc(more.v[e]) : d);
-      }
-      store<kN>(dx + start, i, r);
+      store<kN>(dx + start, i,
+                norm_bwd_dx<T>(wide_x, wide_g, w, mean, rstd, mean_gw, mean_gw_hat,
+                               grad_sum != nullptr, more));
     });
   }
   if (partial == nullptr) return;
@@ -195,6 +216,115 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
         if constexpr (kCentred) db_out[i + e] = db_sums[i + e];
       }
     });
+  }
+}
+
+// A vector of shared memory in one access, which is not moved ahead of what is computed before it: no
+// registers for it until then
+template <typename T, int kN>
+__device__ __forceinline__ Vec<T, kN> norm_read(const Vec<T, kN>* p) {
+#ifdef __CUDA_ARCH__
+  uint32_t w[4];
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p)))
+               : "memory");
+  Vec<T, kN> v;
+  memcpy(&v, w, sizeof v);
+  return v;
+#else
+  return *p;
+#endif
+}
+
+// The same, to the bit, with the next row on its way to shared memory while this one is computed: a
+// thread reads its vectors from there in both passes, so that neither row needs registers. Rows fit
+// kCached vectors a thread. Launched with norm_staged_vectors of shared memory for each thread:
+// [x, grad and, if there is one, grad_sum][2 stages][kCached].
+template <typename T, typename W, bool kCentred, int kN, int kCached, bool kParams>
+__global__ void __launch_bounds__(norm_staged_bound(kCached, kCentred),
+                                  norm_staged_blocks(kCached, kCentred))
+    norm_bwd_staged_kernel(const T* __restrict__ grad, const T* __restrict__ x,
+                           const T* __restrict__ grad_sum, const W* __restrict__ weight,
+                           const acc_t<T>* __restrict__ means, const acc_t<T>* __restrict__ rstds,
+                           T* __restrict__ dx, acc_t<T>* __restrict__ partial, int64_t rows,
+                           int64_t n) {
+  using A = acc_t<T>;
+  using V = Vec<T, kN>;
+  constexpr int kSumSlots = kParams ? kCached : 1;
+  __shared__ A scratch[64];
+  const bool adds = grad_sum != nullptr;
+  const auto at = [](int tensor, int slot) { return 2 * tensor * kCached + slot; };
+  V* const staged = reinterpret_cast<V*>(dynamic_shared()) +
+                    (threadIdx.y * blockDim.x + threadIdx.x) * norm_staged_vectors(kCached, adds);
+  int next = 0;  // 0 and kCached in turns
+  A next_mean = 0, next_rstd = 0;
+  const auto copy_row = [&](int64_t row) {
+    const int64_t owned = row < rows ? n : 0, start = row * n;
+    next_mean = kCentred && owned ? means[row] : A(0), next_rstd = owned ? rstds[row] : A(0);
+    norm_each_slot<kN, kCached, true>(owned, [&](int slot, int64_t i, bool owns) {
+      const int64_t from = start + i;  // not read past the end
+      const auto copy = [&](int tensor, const T* p) {
+        copy_async(staged + next + at(tensor, slot), reinterpret_cast<const V*>(p + from), owns);
+      };
+      copy(0, x), copy(1, grad);
+      if (adds) copy(2, grad_sum);
+    });
+    end_copies();
+  };
+  Vec<A, kN> dw[kSumSlots] = {}, db[kSumSlots] = {};
+  const unsigned step = gridDim.x * blockDim.y;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  copy_row(row);
+  for (; row - threadIdx.y < rows; row += step) {
+    const V* const kept = staged + next;
+    const A mean = next_mean, rstd = next_rstd;
+    const int64_t owned = row < rows ? n : 0;
+    next = kCached - next;
+    copy_row(row + step);
+    wait_for_copies<1>();
+    A sum_gw = 0, sum_gw_hat = 0;
+    norm_each_slot<kN, kCached, true>(owned, [&](int slot, int64_t i, bool owns) {
+      const auto w = norm_param<kN>(weight, owns ? i : 0, 1.f);
+      const auto wide_x = widen(norm_read(kept + at(0, slot))),
+                 wide_g = widen(norm_read(kept + at(1, slot)));
+      norm_bwd_terms<kCentred>(wide_x, wide_g, w, mean, rstd, sum_gw, sum_gw_hat,
+                               [&](int e, A each, A hat) {
+                                 if constexpr (kParams) {
+                                   dw[slot].v[e] += each * hat;
+                                   if constexpr (kCentred) db[slot].v[e] += each;
+                                 }
+                               });
+    });
+    if (dx == nullptr) continue;
+    if constexpr (kCentred)
+      norm_row_sums(sum_gw, sum_gw_hat, scratch);
+    else
+      sum_gw_hat = norm_row_sum(sum_gw_hat, scratch);
+    const A mean_gw = kCentred ? sum_gw / static_cast<A>(n) : A(0),
+            mean_gw_hat = sum_gw_hat / static_cast<A>(n);
+    norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
+      const auto w = norm_param<kN>(weight, i, 1.f);
+      const auto wide_x = widen(norm_read(kept + at(0, slot))),
+                 wide_g = widen(norm_read(kept + at(1, slot)));
+      Vec<A, kN> more = {};
+      if (adds) more = widen(norm_read(kept + at(2, slot)));
+      store<kN>(dx + row * n, i,
+                norm_bwd_dx<T>(wide_x, wide_g, w, mean, rstd, mean_gw, mean_gw_hat, adds, more));
+    });
+  }
+  if constexpr (kParams) {
+    if (partial == nullptr) return;
+    A *const dw_out = partial + blockIdx.x * (kCentred ? 2 : 1) * n, *const shared =
+                                                                         reinterpret_cast<A*>(
+                                                                             dynamic_shared());
+    wait_for_copies<0>();  // nothing comes into shared memory any more
+#pragma unroll
+    for (int slot = 0; slot < kCached; ++slot) {
+      const int64_t i = (static_cast<int64_t>(slot) * blockDim.x + threadIdx.x) * kN;
+      norm_write_partial(dw[slot], dw_out, i, i < n, shared);
+      if constexpr (kCentred) norm_write_partial(db[slot], dw_out + n, i, i < n, shared);
+    }
   }
 }
 

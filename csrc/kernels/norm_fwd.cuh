@@ -9,15 +9,17 @@
 namespace tp_ext {
 
 // With a residual the rows are those of sum = x + residual, rounded to T and written in the same
-// pass. Launched with groups * shared_row elements of T of shared memory.
-template <typename T, typename W, bool kCentred, int kN, int kCached>
+// pass: there is one if kAdds where rows stay in registers, else if the pointer is not null.
+// Launched with groups * shared_row elements of T of shared memory.
+template <typename T, typename W, bool kCentred, int kN, int kCached, bool kAdds>
 __global__ void __launch_bounds__(kNormMaxThreads, 1)
     norm_fwd_kernel(const T* __restrict__ x, const T* __restrict__ residual,
                     const W* __restrict__ weight, const W* __restrict__ bias, T* __restrict__ sum,
                     T* __restrict__ y, acc_t<T>* __restrict__ means, acc_t<T>* __restrict__ rstds,
                     int64_t rows, int64_t n, acc_t<T> eps, int64_t shared_row) {
   using A = acc_t<T>;
-  __shared__ A scratch[32];
+  __shared__ A scratch[64];
+  const bool adds = kCached > 0 ? kAdds : residual != nullptr;
   T* const own =
       shared_row > 0 ? reinterpret_cast<T*>(dynamic_shared()) + threadIdx.y * shared_row : nullptr;
   constexpr int kSlots = kCached > 0 ? kCached : 1;
@@ -27,10 +29,10 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
        first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
     const int64_t row = first + threadIdx.y, owned = row < rows ? n : 0, start = row * n;
-    const T* const again = own != nullptr ? own : residual != nullptr ? sum + start : x + start;
+    const T* const again = own != nullptr ? own : adds ? sum + start : x + start;
     const auto read = [&](int64_t i) {
       Vec<T, kN> v = load<kN>(x + start, i);
-      if (residual != nullptr) {
+      if (adds) {
         const Vec<T, kN> r = load<kN>(residual + start, i);
 #pragma unroll
         for (int e = 0; e < kN; ++e) v.v[e] = from_acc<T>(to_acc(v.v[e]) + to_acc(r.v[e]));
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
     if constexpr (kCached > 0) {
       const int64_t from = row < rows ? start : 0;
       norm_load_row<kN, kCached>(x, from, n, kept);
-      if (residual != nullptr) {
+      if constexpr (kAdds) {
         Vec<T, kN> r[kSlots];
         norm_load_row<kN, kCached>(residual, from, n, r);
         norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
@@ -84,9 +86,12 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
         if constexpr (kCentred) rest += d;
       }
     });
-    squares = norm_row_sum(squares, scratch);
-    if constexpr (kCentred)
-      norm_correct(mean, squares, norm_row_sum(rest, scratch), static_cast<A>(n));
+    if constexpr (kCentred) {
+      norm_row_sums(squares, rest, scratch);
+      norm_correct(mean, squares, rest, static_cast<A>(n));
+    } else {
+      squares = norm_row_sum(squares, scratch);
+    }
     const A rstd = norm_rstd(squares, static_cast<A>(n), eps);
     // Two parameters, or wider ones, would leave too few registers
     constexpr bool kTogether = kCached > 0 && !kCentred && sizeof(W) == sizeof(T);

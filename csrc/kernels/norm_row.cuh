@@ -10,6 +10,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "launch_table.h"
 #include "norm.h"
 #include "reduce.cuh"
@@ -27,10 +29,12 @@ struct NormLaunch {
   int width, groups;  // the block
   bool cached;        // whether a row fits the registers, in whole vectors
   int vectors;        // of the row per thread, if it does
+  int stages = 1;     // rows on their way to a block, in backward: see norm_bwd_staged_kernel
 };
 
 template <typename T>
-inline NormLaunch norm_launch(int64_t n, bool aligned, int kept = kNormCached) {
+inline NormLaunch norm_launch(int64_t n, bool aligned, int kept = kNormCached,
+                              int group_threads = kNormGroupThreads) {
   const int64_t vectors = n / kVec<T>;
   const bool cached = aligned && n > 0 && vectors <= kept * kNormMaxThreads;
   const int64_t wanted = cached ? (vectors + kept - 1) / kept : (n + 7) / 8;
@@ -40,7 +44,16 @@ inline NormLaunch norm_launch(int64_t n, bool aligned, int kept = kNormCached) {
     const int64_t whole = (wanted + 31) / 32 * 32;
     width = static_cast<int>(whole < kNormMaxThreads ? whole : kNormMaxThreads);
   }
-  return {width, width <= 32 ? kNormGroupThreads / width : 1, cached, kept};
+  return {width, width <= 32 ? group_threads / width : 1, cached, kept};
+}
+
+// Forward of half types: the choice of the table if the row fits it, else the most vectors
+template <typename T>
+inline NormLaunch norm_fwd_launch(int64_t n, bool aligned, const LaunchChoice& tuned) {
+  const int kept = tuned.vectors;
+  const bool chosen =
+      sizeof(T) == 2 && (kept == 1 || kept == 2) && n / kVec<T> <= kept * kNormMaxThreads;
+  return norm_launch<T>(n, aligned, chosen ? kept : kNormCached);
 }
 
 // In backward a thread of half types keeps 1, 2 or kNormCached vectors of x and of grad. Fewer mean
@@ -57,33 +70,66 @@ TP_HD constexpr bool norm_bwd_overlaps(int kept, bool centred) {
   return kept > 0 && (!centred || kept <= 2);
 }
 
+// With the next row in flight (norm_bwd_staged_kernel) registers hold sums alone. Four vectors of
+// LayerNorm, with two sums, would still spill.
+constexpr int kNormStagedThreads = 256, kNormStagedGroupThreads = 128;  // of a block, at most
+TP_HD constexpr bool norm_staged_kept(int kept, bool centred) {
+  return kept == 1 || kept == 2 || (kept == kNormCached && !centred);
+}
+// For __launch_bounds__: 64 registers for one vector of RMSNorm, 80 for two of it or one of
+// LayerNorm, 96 for two of that, 128
+TP_HD constexpr int norm_staged_bound(int kept, bool centred) {
+  return kept == 2 && centred ? 320 : kNormStagedThreads;
+}
+TP_HD constexpr int norm_staged_blocks(int kept, bool centred) {
+  return kept == kNormCached || (kept == 2 && centred) ? 2 : kept == 2 || centred ? 3 : 4;
+}
+// Vectors of shared memory of a thread; an odd number, so that those of 8 threads are in 32 banks
+TP_HD constexpr int norm_staged_vectors(int kept, bool adds) { return (adds ? 6 : 4) * kept + 1; }
+inline int64_t norm_staged_bytes(const NormLaunch& launch, bool adds) {
+  return int64_t{launch.width} * launch.groups * norm_staged_vectors(launch.vectors, adds) *
+         kVecBytes;
+}
+
 // Bytes that a multiprocessor must have requested so that memory is never idle: 4.3 TB/s times 700
 // ns over 132 multiprocessors
 constexpr int kBytesInFlight = 23 << 10;
 
-// The choice of the table if the row fits it; else the most vectors with enough bytes in flight
+// The choice of the table if the row fits it. Else the next row in flight, if `limit` bytes of
+// shared memory have place for it, and the most vectors with enough bytes in flight. adds: there is
+// a grad_sum.
 template <typename T>
-inline NormLaunch norm_bwd_launch(int64_t n, bool aligned, bool centred,
-                                  const LaunchChoice& tuned) {
-  int kept = kNormCached;
-  if (sizeof(T) == 2) {
-    const auto in_flight = [&](int k) {
-      return norm_bwd_threads(k, centred) * (norm_bwd_overlaps(k, centred) ? k : 1) * 2 * kVecBytes;
-    };
-    const auto fits = [&](int k) { return n / kVec<T> <= k * kNormMaxThreads; };
-    while (kept > 1 && in_flight(kept) < kBytesInFlight && fits(kept / 2)) kept /= 2;
-    const int k = tuned.vectors;
-    if ((k == 1 || k == 2 || k == kNormCached) && fits(k)) kept = k;
+inline NormLaunch norm_bwd_launch(int64_t n, bool aligned, bool centred, const LaunchChoice& tuned,
+                                  bool adds = false, int64_t limit = 0) {
+  if (sizeof(T) != 2) return norm_launch<T>(n, aligned);
+  const bool chosen = tuned.vectors == 1 || tuned.vectors == 2 || tuned.vectors == kNormCached;
+  for (int kept = chosen ? tuned.vectors : kNormCached; tuned.stages != 1 && kept > 0; kept /= 2) {
+    NormLaunch launch = norm_launch<T>(n, aligned, kept, kNormStagedGroupThreads);
+    launch.stages = 2;
+    if (launch.cached && norm_staged_kept(kept, centred) && launch.width <= kNormStagedThreads &&
+        norm_staged_bytes(launch, adds) <= limit)
+      return launch;
+    if (chosen) break;
   }
-  return norm_launch<T>(n, aligned, kept);
+  const auto in_flight = [&](int k) {
+    return norm_bwd_threads(k, centred) * (norm_bwd_overlaps(k, centred) ? k : 1) * 2 * kVecBytes;
+  };
+  const auto fits = [&](int k) { return n / kVec<T> <= k * kNormMaxThreads; };
+  int kept = kNormCached;
+  while (kept > 1 && in_flight(kept) < kBytesInFlight && fits(kept / 2)) kept /= 2;
+  return norm_launch<T>(n, aligned, chosen && fits(tuned.vectors) ? tuned.vectors : kept);
 }
 
 // Blocks of the grid: what a multiprocessor holds, since each costs a row of partial sums
 inline int64_t norm_bwd_grid(const NormLaunch& launch, int64_t rows, bool centred, int processors,
-                             const LaunchChoice& tuned) {
+                             const LaunchChoice& tuned, bool adds = false, int64_t limit = 0) {
   const int threads = launch.width * launch.groups;
-  const int held =
-      norm_bwd_threads(launch.cached ? launch.vectors : kNormCached, centred) / threads;
+  int64_t held = norm_bwd_threads(launch.cached ? launch.vectors : kNormCached, centred) / threads;
+  if (launch.stages == 2) {
+    held = norm_staged_blocks(launch.vectors, centred) *
+           norm_staged_bound(launch.vectors, centred) / threads;
+    held = std::min<int64_t>(held, limit / norm_staged_bytes(launch, adds));
+  }
   const int64_t each = tuned.blocks > 0 ? tuned.blocks : held < 1 ? 1 : held;
   const int64_t useful = (rows + launch.groups - 1) / launch.groups;
   return useful < processors * each ? useful : processors * each;
@@ -192,10 +238,7 @@ __device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, f
     for (int e = 0; e < kN; ++e) result.v[e] = neutral;
     return result;
   }
-  const Vec<W, kN> v = loaded != nullptr ? *loaded : load<kN>(p, i);
-#pragma unroll
-  for (int e = 0; e < kN; ++e) result.v[e] = to_acc(v.v[e]);
-  return result;
+  return widen(loaded != nullptr ? *loaded : load<kN>(p, i));
 }
 
 }  // namespace tp_ext

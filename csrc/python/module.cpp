@@ -80,7 +80,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("keep_memory", &tp_ext::memory::keep);
   m.def("keeps_memory", &tp_ext::memory::keeps);
   m.def("kept_bytes", &tp_ext::memory::kept_bytes);
-  m.def("try_launch", [](const std::string& family, std::optional<std::array<int, 4>> choice) {
+  m.def("try_launch", [](const std::string& family, std::optional<std::array<int, 5>> choice) {
     if (!tp_ext::try_launch(family, choice))
       throw pybind11::value_error("family: '" + family + "' is not in csrc/kernels/launch_table.h");
   });

@@ -101,6 +101,14 @@ struct Fiber {
 
 enum class State { kReady, kAtBarrier, kInWarp, kEnded };
 
+// A copy to shared memory; of zeros without `from`
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  void operator()() const { from ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes); }
+};
+
 struct Thread {
   State state = State::kReady;
   Fiber* fiber = nullptr;  // none before its first turn
@@ -108,6 +116,7 @@ struct Thread {
   int line = 0;
   unsigned mask = 0;  // the lanes that it waits for
   unsigned long shuffles = 0;
+  std::vector<std::vector<Copy>> copies;  // batches on their way; the last one is open
 };
 
 // The block that is running
@@ -300,6 +309,28 @@ inline void launch(dim3 grid, dim3 threads, const Call<void()>& kernel, size_t s
 
 inline unsigned char* dynamic_shared() {
   return reinterpret_cast<unsigned char*>(emulation::block.dynamic_shared.data());
+}
+// Made at once or when the thread waits, by the order: both are allowed, so that what differs lacks
+// a wait or a place of its own
+template <typename V>
+void copy_async(V* to, const V* from, bool owns) {
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(V)) emulation::fail("a copy to an odd address");
+  const emulation::Copy copy{to, owns ? from : nullptr, sizeof(V)};
+  if (emulation::order == emulation::Order::kDescending) return copy();
+  auto& copies = emulation::me().copies;
+  if (copies.empty()) copies.emplace_back();
+  copies.back().push_back(copy);
+}
+inline void end_copies() {
+  auto& copies = emulation::me().copies;
+  if (copies.empty()) copies.emplace_back();
+  copies.emplace_back();
+}
+template <int kLater>
+void wait_for_copies() {
+  auto& copies = emulation::me().copies;
+  for (; copies.size() > kLater + 1; copies.erase(copies.begin()))
+    for (const emulation::Copy& copy : copies[0]) copy();
 }
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {

@@ -103,6 +103,18 @@ void mistake(const std::string& name) {
   if (name == "odd_vector") launch(1, 1, [&] { sink = load<4>(shifted.data(), 0).v[0]; });
   if (name == "int_overflow")
     launch(1, 64, [&] { sink = static_cast<int>(threadIdx.x) * 0x7fffffff; });
+  if (name == "early_read")  // of two copies, while the later one is on its way
+    launch(
+        1, 1,
+        [&] {
+          Vec<float, 4>* const to = reinterpret_cast<Vec<float, 4>*>(dynamic_shared());
+          for (int i = 0; i < 2; ++i)
+            copy_async(to + i, reinterpret_cast<const Vec<float, 4>*>(x.data()), true),
+                end_copies();
+          wait_for_copies<1>();
+          if (to[0].v[3] != x[3] || to[1].v[3] != x[3]) wrong("a copy that is on its way");
+        },
+        2 * sizeof(Vec<float, 4>));
   if (name == "tall_grid") launch(dim3(1, 65536), 1, [] {});
   if (name == "empty_grid") launch(0, 1, [] {});
   if (name == "large_block") launch(1, dim3(32, 33), [] {});

@@ -65,18 +65,34 @@ struct Case {
   double w(int64_t i) const { return as_double(weight[i % n]); }
 };
 
+// Calls f(kept), the vectors that a thread keeps
+template <typename T, typename F>
+void with_kept(int kept, F f) {
+  if constexpr (sizeof(T) == 2) {
+    if (kept == 1) return f(std::integral_constant<int, 1>());
+    if (kept == 2) return f(std::integral_constant<int, 2>());
+  }
+  f(std::integral_constant<int, kNormCached>());
+}
+
 // limit: bytes of shared memory that a block may have
 template <typename T, typename W, bool kCentred>
-void forward(const Case<T, W, kCentred>& c, bool adds, int64_t limit) {
+void forward(const Case<T, W, kCentred>& c, bool adds, int64_t limit, int vectors) {
   using A = acc_t<T>;
   const int64_t rows = c.rows, n = c.n;
-  NormLaunch shape = norm_launch<T>(n, c.aligned);
+  NormLaunch shape = norm_fwd_launch<T>(n, c.aligned, {vectors});
   shape.cached &= c.fits;
   NormShared shared = {};
   if (!shape.cached) shared = norm_shared<T>(n, shape.groups, 1, 0, limit);
-  const auto kernel = shape.cached ? norm_fwd_kernel<T, W, kCentred, kVec<T>, kNormCached>
-                      : c.aligned  ? norm_fwd_kernel<T, W, kCentred, kVec<T>, 0>
-                                   : norm_fwd_kernel<T, W, kCentred, 1, 0>;
+  auto* kernel = c.aligned ? norm_fwd_kernel<T, W, kCentred, kVec<T>, 0, true>
+                           : norm_fwd_kernel<T, W, kCentred, 1, 0, true>;
+  if (shape.cached) {
+    with_kept<T>(shape.vectors, [&](auto kept) {
+      constexpr int k = decltype(kept)::value;
+      kernel = adds ? norm_fwd_kernel<T, W, kCentred, kVec<T>, k, true>
+                    : norm_fwd_kernel<T, W, kCentred, kVec<T>, k, false>;
+    });
+  }
   const auto [y, sum, mean, rstd] = run_in_every_order(c.name("forward"), [&] {
     Tensor<T> y(rows * n, c.shift), sum(adds ? rows * n : 0, c.shift);
     Tensor<A> mean(kCentred ? rows : 0), rstd(rows);
@@ -111,25 +127,11 @@ struct Wanted {
 };
 
 template <typename T, typename W, bool kCentred>
-auto kernel_of(const NormLaunch& shape, bool aligned, bool params) {
-  const auto keeping = [&](auto kept) {
-    return params ? norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, true>
-                  : norm_bwd_kernel<T, W, kCentred, kVec<T>, decltype(kept)::value, false>;
-  };
-  if constexpr (sizeof(T) == 2) {
-    if (shape.cached && shape.vectors == 1) return keeping(std::integral_constant<int, 1>());
-    if (shape.cached && shape.vectors == 2) return keeping(std::integral_constant<int, 2>());
-  }
-  if (shape.cached) return keeping(std::integral_constant<int, kNormCached>());
-  return aligned ? norm_bwd_kernel<T, W, kCentred, kVec<T>, 0, true>
-                 : norm_bwd_kernel<T, W, kCentred, 1, 0, true>;
-}
-
-template <typename T, typename W, bool kCentred>
 void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit, int vectors) {
   using A = acc_t<T>;
   const int64_t rows = c.rows, n = c.n;
-  NormLaunch shape = norm_bwd_launch<T>(n, c.aligned, kCentred, {vectors});
+  NormLaunch shape = norm_bwd_launch<T>(n, c.aligned, kCentred, {vectors}, wanted.grad_sum,
+                                        c.fits ? 200 << 10 : 0);
   shape.cached &= c.fits;
   if (!shape.cached && shape.groups > 1) shape.width = 32, shape.groups = 1;
   const unsigned most = static_cast<unsigned>((rows + shape.groups - 1) / shape.groups);
@@ -137,29 +139,60 @@ void backward(const Case<T, W, kCentred>& c, Wanted wanted, int64_t limit, int v
   const int64_t sums = kCentred ? 2 : 1;
   NormShared shared = {};
   if (!shape.cached) shared = norm_shared<T>(n, shape.groups, 2, wanted.params ? sums : 0, limit);
-  const auto kernel = kernel_of<T, W, kCentred>(shape, c.aligned, wanted.params);
   Tensor<A> mean(rows), rstd(rows);
   for (int64_t r = 0; r < rows; ++r) mean[r] = A(c.row[r].mean), rstd[r] = A(c.row[r].rstd);
-  const auto [dx, dw, db] = run_in_every_order(c.name("backward"), [&] {
+  constexpr int N = kVec<T>;
+  const auto run = [&](int stages) {
     Tensor<T> dx(wanted.dx ? rows * n : 0, c.shift);
     Tensor<W> dw(wanted.params ? n : 0), db(wanted.params && kCentred ? n : 0);
     Tensor<A> partial(wanted.params ? blocks * sums * n : 0);
     if (!shape.cached && !shared.sums) std::fill_n(partial.data(), partial.size(), A(0));
-    launch(
-        blocks, dim3(shape.width, shape.groups),
-        [&] {
-          kernel(c.grad, c.x, wanted.grad_sum ? c.grad_sum.data() : nullptr, c.weight, mean, rstd,
-                 wanted.dx ? dx.data() : nullptr, wanted.params ? partial.data() : nullptr, rows, n,
-                 shared.row, shared.sums);
-        },
-        shared.bytes);
+    const auto on_grid = [&](auto kernel, int64_t bytes, auto... more) {
+      launch(
+          blocks, dim3(shape.width, shape.groups),
+          [&] {
+            kernel(c.grad, c.x, wanted.grad_sum ? c.grad_sum.data() : nullptr, c.weight, mean, rstd,
+                   wanted.dx ? dx.data() : nullptr, wanted.params ? partial.data() : nullptr, rows,
+                   n, more...);
+          },
+          bytes);
+    };
+    if (stages == 2) {
+      if constexpr (sizeof(T) == 2)
+        with_kept<T>(shape.vectors, [&](auto kept) {
+          constexpr int k = decltype(kept)::value;
+          if constexpr (norm_staged_kept(k, kCentred))
+            on_grid(wanted.params ? norm_bwd_staged_kernel<T, W, kCentred, N, k, true>
+                                  : norm_bwd_staged_kernel<T, W, kCentred, N, k, false>,
+                    norm_staged_bytes(shape, wanted.grad_sum));
+        });
+    } else if (shape.cached) {
+      with_kept<T>(shape.vectors, [&](auto kept) {
+        constexpr int k = decltype(kept)::value;
+        on_grid(wanted.params ? norm_bwd_kernel<T, W, kCentred, N, k, true>
+                              : norm_bwd_kernel<T, W, kCentred, N, k, false>,
+                0, int64_t{0}, false);
+      });
+    } else {
+      on_grid(c.aligned ? norm_bwd_kernel<T, W, kCentred, N, 0, true>
+                        : norm_bwd_kernel<T, W, kCentred, 1, 0, true>,
+              shared.bytes, shared.row, shared.sums);
+    }
     const unsigned columns = grid_for(n, 32);
     if (wanted.params) {
       launch(dim3(columns < c.blocks ? columns : c.blocks, static_cast<unsigned>(sums)),
              dim3(32, kNormSumRows), [&] { norm_sum_kernel<A, W>(partial, dw, db, blocks, n); });
     }
     return results(dx, dw, db);
-  });
+  };
+  const auto [dx, dw, db] =
+      run_in_every_order(c.name("backward"), [&] { return run(shape.stages); });
+  if (shape.stages == 2) {
+    const auto [dx_1, dw_1, db_1] = run(1);
+    expect_equal("dx without the next row in flight", dx_1, dx);
+    expect_equal("dw without the next row in flight", dw_1, dw);
+    expect_equal("db without the next row in flight", db_1, db);
+  }
   std::vector<double> gw(rows, 0), gw_hat(rows, 0), w_sum(n, 0), w_size(n, 0), b_sum(n, 0);
   for (int64_t i = 0; i < rows * n; ++i) {
     const double g = c.g(i), d = g * c.hat(i);
@@ -199,8 +232,10 @@ void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000, bool e
                                                   {{true, true, true}, 0}};
   static int turn = 0;
   for (int i = 0; i < (every ? 5 : 1); ++i, ++turn) {
-    if (i < 4) forward(c, forwards[turn % 4].first, forwards[turn % 4].second);
     const int vectors[] = {0, 1, 2, 4};  // by the rule, and every choice of the table
+    if (i < 4)
+      forward(c, forwards[turn % 4].first, forwards[turn % 4].second,
+              vectors[(turn + turn / 4) % 4]);
     backward(c, backwards[turn % 5].first, backwards[turn % 5].second, vectors[turn % 4]);
   }
 }
@@ -208,17 +243,42 @@ void both(int64_t rows, int64_t n, int64_t shift, unsigned blocks = 1000, bool e
 // What the rule chooses, and that a choice that does not fit a row is not taken
 void choices() {
   using T = BFloat16;
-  current_case = "launches of the backward";
+  current_case = "launches";
   ++cases;
   const auto vectors = [](int64_t n, bool centred, LaunchChoice tuned = {}) {
     return norm_bwd_launch<T>(n, true, centred, tuned).vectors;
   };
   if (norm_launch<T>(0, true).cached) wrong("an empty row has no vector to load");
+  const auto forward_vectors = [](int64_t n, int kept) {
+    return norm_fwd_launch<T>(n, true, {kept}).vectors;
+  };
+  if (forward_vectors(1024, 0) != 4 || forward_vectors(1024, 1) != 1 ||
+      forward_vectors(8192, 1) != 4 || forward_vectors(8192, 2) != 2)
+    wrong("vectors of the forward");
   if (vectors(1024, true) != 2 || vectors(1024, false) != 4) wrong("the rule, 1024");
   if (vectors(16384, true) != 4) wrong("a long row needs four vectors");
   if (vectors(1024, true, {1}) != 1 || vectors(1024, false, {2}) != 2) wrong("a choice is lost");
   if (vectors(8192, true, {1}) != 2 || vectors(1024, true, {3}) != 2) wrong("a choice is misread");
   if (norm_bwd_launch<float>(1024, true, true, {1}).vectors != 4) wrong("fp32 has one kernel");
+  const auto staged = [](int64_t n, bool centred, LaunchChoice tuned = {}, bool adds = false,
+                         int64_t limit = 160 << 10) {
+    const NormLaunch launch = norm_bwd_launch<T>(n, true, centred, tuned, adds, limit);
+    return std::pair(launch.stages, launch.vectors);
+  };
+  if (staged(1024, true) != std::pair(2, 2) || staged(1024, false) != std::pair(2, 4))
+    wrong("the rule with the next row in flight");
+  if (staged(4096, true) != std::pair(2, 2) || staged(4104, true).first != 1 ||
+      staged(8192, false) != std::pair(2, 4) || staged(8200, false).first != 1)
+    wrong("the widest rows with the next one in flight");
+  if (staged(8192, false, {}, true, 99 << 10).first != 1) wrong("shared memory that is not there");
+  if (staged(1024, true, {1}) != std::pair(2, 1) || staged(1024, true, {4}) != std::pair(1, 4) ||
+      staged(1024, false, {0, 0, 0, 0, 1}) != std::pair(1, 4))
+    wrong("stages by choice");
+  const NormLaunch ahead = norm_bwd_launch<T>(1024, true, true, {}, true, 160 << 10);
+  if (norm_bwd_grid(ahead, 1 << 20, true, 132, {}, true, 160 << 10) != 132 * 10)
+    wrong("blocks by registers, with the next row in flight");
+  if (norm_bwd_grid(ahead, 1 << 20, true, 132, {}, true, 40 << 10) != 132 * 3)
+    wrong("blocks by shared memory");
   const NormLaunch wide = norm_bwd_launch<T>(1024, true, true, {1});
   if (wide.width != 128 || wide.groups != 1) wrong("threads of a row");
   if (norm_bwd_grid(wide, 1 << 20, true, 132, {}) != 132 * 8) wrong("blocks by registers");
@@ -256,8 +316,8 @@ void vast_norm() {
   const dim3 block(shape.width, shape.groups), last(blocks - 1, 0);
   launch(blocks, block,
          [&] {
-           norm_fwd_kernel<T, T, false, kVec<T>, kNormCached>(x, nullptr, weight, nullptr, nullptr,
-                                                              y, nullptr, rstd, rows, n, 0.f, 0);
+           norm_fwd_kernel<T, T, false, kVec<T>, kNormCached, false>(
+               x, nullptr, weight, nullptr, nullptr, y, nullptr, rstd, rows, n, 0.f, 0);
          },
          0, {last});
   launch(blocks, block,

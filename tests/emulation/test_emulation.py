@@ -34,6 +34,7 @@ MISTAKES = {
     "write_past_end": "heap-buffer-overflow",
     "write_in_front": "written in front of a tensor",
     "odd_vector": "misaligned address",
+    "early_read": "a copy that is on its way",
     "int_overflow": "signed integer overflow",
     "tall_grid": "a grid of 1 x 65536 blocks",
     "empty_grid": "a grid of 0 x 1 blocks",

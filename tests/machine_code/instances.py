@@ -41,11 +41,14 @@ def norms():
     parameters = [(t, t) for t in TYPES] + [(BFLOAT16, FLOAT), (HALF, FLOAT)]
     for (dtype, weight), centred in product(parameters, BOOLS):
         many = VECTOR[dtype]
-        for shape in ((many, 4), (many, 0), (1, 0)):
+        kept, in_memory = (1, 2, 4) if many == 8 else (4,), ((many, 0, "true"), (1, 0, "true"))
+        for shape in (*product((many,), kept, BOOLS), *in_memory):
             yield Instance("norm_fwd", "norm_fwd_kernel", (dtype, weight, centred, *shape), 512, dtype)
-        kept = (1, 2, 4) if many == 8 else (4,)
-        for shape in (*product((many,), kept, BOOLS), (many, 0, "true"), (1, 0, "true")):
+        for shape in (*product((many,), kept, BOOLS), *in_memory):
             yield Instance("norm_bwd", "norm_bwd_kernel", (dtype, weight, centred, *shape), 512, dtype)
+        staged = () if many != 8 else (1, 2) if centred == "true" else kept
+        for shape in product((many,), staged, BOOLS):
+            yield Instance("norm_bwd", "norm_bwd_staged_kernel", (dtype, weight, centred, *shape), 512, dtype)
     for dtype in TYPES:
         yield Instance("norm_bwd", "norm_sum_kernel", (DOUBLE if dtype == DOUBLE else FLOAT, dtype), 512, dtype)
 

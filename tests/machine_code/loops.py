@@ -50,9 +50,10 @@ def loops(sass: str) -> Iterator[Loop]:
     """Yields the whole function, then its loops, each from a jump back to its target, of a text of cuobjdump."""
     code = [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
     spans = [(0, code[-1][0])] if code else []
+    end = max((at for at, text in code if text.endswith("EXIT")), default=0)
     for at, text in code:
         jump = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < at:
+        if jump and int(jump[1], 16) < at < end:  # what lies behind the end are detours, which jump back, too
             spans.append((int(jump[1], 16), at))
     for first, last in spans:
         words = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for at, text in code if first <= at <= last]

@@ -12,10 +12,10 @@ from benchmarks.gpu import tune
 from tests.helpers.paths import CSRC
 from tp_ext import _C
 
-LINE = re.compile(r"\{Family::k\w+, \d+, \d+, \d+, \{\d+, \d+, \d+, \d+\}\},")
+LINE = re.compile(r"\{Family::k\w+, \d+, \d+, \d+, \{\d+, \d+, \d+, \d+, \d+\}\},")
 
 
-def row(family="ce_bwd", width=1000, size=2, best=(0, 32, 4, 0)):
+def row(family="ce_bwd", width=1000, size=2, best=(0, 32, 4, 0, 0)):
     return {"family": family, "width": width, "bytes": size, "best": best and list(best)}
 
 
@@ -43,43 +43,43 @@ def test_the_names_are_those_of_the_kernels():
 
 def test_a_family_that_is_none_is_refused():
     for family in tune.NAMES:
-        _C.try_launch(family, (1, 2, 3, 4))
+        _C.try_launch(family, (1, 2, 3, 4, 5))
         _C.try_launch(family, None)
     with pytest.raises(ValueError, match="family: 'gelu' is not in"):
-        _C.try_launch("gelu", (1, 2, 3, 4))
+        _C.try_launch("gelu", (1, 2, 3, 4, 5))
 
 
 def test_measuring_again_replaces_what_was_measured(table):
-    tune.write_table(table, [row(), row(width=2048), row("columns_fwd", 1024, 4, (0, 0, 0, 4096))], 90)
-    tune.write_table(table, [row(best=(0, 64, 1, 0))], 80)
-    tune.write_table(table, [row(best=None), row(width=2000, best=(0, 256, 1, 0))], 90)
+    tune.write_table(table, [row(), row(width=2048), row("columns_fwd", 1024, 4, (0, 0, 0, 4096, 0))], 90)
+    tune.write_table(table, [row(best=(0, 64, 1, 0, 0))], 80)
+    tune.write_table(table, [row(best=None), row(width=2000, best=(0, 256, 1, 0, 0))], 90)
     assert table.read_text().splitlines() == [
         "// comment",
-        "{Family::kCeBackward, 2, 10, 80, {0, 64, 1, 0}},",
-        "{Family::kCeBackward, 2, 11, 90, {0, 256, 1, 0}},",
-        "{Family::kColumnsForward, 4, 10, 90, {0, 0, 0, 4096}},",
+        "{Family::kCeBackward, 2, 10, 80, {0, 64, 1, 0, 0}},",
+        "{Family::kCeBackward, 2, 11, 90, {0, 256, 1, 0, 0}},",
+        "{Family::kColumnsForward, 4, 10, 90, {0, 0, 0, 4096, 0}},",
     ]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernels_look_up_what_was_written(table, tmp_path):
     """By family, bytes, width class and architecture; a trial goes before the table."""
-    tune.write_table(table, [row(), row("layer_norm_bwd", 4096, best=(1, 0, 0, 2))], 90)
+    tune.write_table(table, [row(), row("layer_norm_bwd", 4096, best=(1, 0, 0, 2, 2))], 90)
     calls = [("kCeBackward", 2, 1024, 90), ("kCeBackward", 2, 513, 90), ("kCeBackward", 2, 512, 90)]
     calls += [("kCeBackward", 2, 1025, 90), ("kCeBackward", 4, 1024, 90), ("kCeBackward", 2, 1024, 80)]
     calls += [("kCeStats", 2, 1024, 90), ("kLayerNormBackward", 2, 4095, 90)]
     shown = "\n".join(f"  show(choose_launch(Family::{f}, {b}, {w}, {a}));" for f, b, w, a in calls)
     (tmp_path / "main.cpp").write_text(
         '#include "kernels/launch_table.h"\n#include <cstdio>\nusing namespace tp_ext;\n'
-        'void show(LaunchChoice c) { printf("%d %d %d %d\\n", c.vectors, c.threads, c.rows, c.blocks); }\n'
-        f"int main() {{\n{shown}\n  launch_trials[2] = {{true, {{9, 9, 9, 9}}}};\n"
+        'void show(LaunchChoice c) { printf("%d %d %d %d %d\\n", c.vectors, c.threads, c.rows, c.blocks, c.stages); }\n'
+        f"int main() {{\n{shown}\n  launch_trials[2] = {{true, {{9, 9, 9, 9, 9}}}};\n"
         "  show(choose_launch(Family::kCeStats, 2, 5, 90));\n}\n"
     )
     command = ["g++", "-std=c++17", f"-I{tmp_path}", f"-I{CSRC}", tmp_path / "main.cpp", "-o", tmp_path / "main"]
     subprocess.run(command, check=True, timeout=100)
     printed = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.splitlines()
-    found, none = "0 32 4 0", "0 0 0 0"
-    assert printed == [found, found, none, none, none, none, none, "1 0 0 2", "9 9 9 9"]
+    found, none = "0 32 4 0 0", "0 0 0 0 0"
+    assert printed == [found, found, none, none, none, none, none, "1 0 0 2 2", "9 9 9 9 9"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -114,13 +114,13 @@ def test_a_choice_with_other_results_has_no_entry(table, tmp_path, monkeypatch):
 
     def wrong(device, dtype, rows, width):
         x = torch.ones(rows, width)
-        return (lambda: x * (1 + (tried[-1] == (0, 0, 0, 4096)))), (lambda: x), x.nbytes
+        return (lambda: x * (1 + (tried[-1] == (0, 0, 0, 4096, 0)))), (lambda: x), x.nbytes
 
     made = tune.Subject("columns_fwd", 64, torch.float32, first.choices, wrong)
     monkeypatch.setattr(tune, "subjects", lambda: iter([made]))
     out = tmp_path / "out"
     assert tune.main(["--device", "cpu", "--quick", "--out", str(out)]) == 1
     (failure,) = json.loads((out / "tune.json").read_text())["failed"].values()
-    assert "differs from (0, 0, 0, 4096)" in failure and not (out / "launch_table.inc").exists()
+    assert "differs from (0, 0, 0, 4096, 0)" in failure and not (out / "launch_table.inc").exists()
     assert tune.main(["--device", "cpu", "--quick", "--seconds", "-1", "--out", str(out)]) == 0
     assert json.loads((out / "tune.json").read_text())["left_out"] == ["columns_fwd 64 torch.float32"]
