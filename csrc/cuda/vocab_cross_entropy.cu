@@ -32,10 +32,17 @@ struct CudaLoss {
     const c10::cuda::CUDAGuard guard(stats.device());
     dispatch_floating(rows.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
       using T = decltype(type);
-      const CeBlock block =
-          ce_block<T>(args.vocab.local, choose_launch<T>(Family::kCeStats, args.vocab.local));
-      ce_stats_kernel<<<ce_blocks(std::max<int64_t>(rows.count, 1), block),
-                        dim3(block.threads, block.rows), 0, c10::cuda::getCurrentCUDAStream()>>>(
+      const LaunchChoice tuned = choose_launch<T>(Family::kCeStats, args.vocab.local);
+      const CeBlock block = ce_block<T>(args.vocab.local, tuned);
+      int blocks = ce_blocks(std::max<int64_t>(rows.count, 1), block);
+      auto* kernel = ce_stats_kernel<T, TargetInRange>;
+      if constexpr (sizeof(T) <= 4) {
+        if (ce_ahead<T>(args.vocab.local, {in<T>(rows.tensor)}, {rows.stride}, tuned)) {
+          kernel = ce_stats_ahead_kernel<T, TargetInRange>;
+          blocks = ce_ahead_blocks(rows.count, block, multiprocessors(), tuned);
+        }
+      }
+      kernel<<<blocks, dim3(block.threads, block.rows), 0, c10::cuda::getCurrentCUDAStream()>>>(
           in<T>(rows.tensor), rows.stride, rows.count, args.vocab.local, in<int64_t>(target),
           args.vocab.start, args.vocab.size, args.ignore_index, out<acc_t<T>>(stats),
           TargetInRange(), shard_row ? rows.width : -1);
@@ -71,9 +78,18 @@ struct CudaLoss {
     dispatch_floating(x.tensor.scalar_type(), "vocab_parallel_cross_entropy", [&](auto type) {
       using T = decltype(type);
       using A = acc_t<T>;
-      const CeBlock block = ce_block<T>(x.width, choose_launch<T>(Family::kCeBackward, x.width));
-      ce_bwd_kernel<<<ce_blocks(x.count, block), dim3(block.threads, block.rows), 0,
-                      c10::cuda::getCurrentCUDAStream()>>>(
+      const LaunchChoice tuned = choose_launch<T>(Family::kCeBackward, x.width);
+      const CeBlock block = ce_block<T>(x.width, tuned);
+      int blocks = ce_blocks(x.count, block);
+      auto* kernel = ce_bwd_kernel<T>;
+      if constexpr (sizeof(T) <= 4) {
+        if (ce_ahead<T>(x.width, {in<T>(x.tensor), out<T>(dx.tensor)}, {x.stride, dx.stride},
+                        tuned)) {
+          kernel = ce_bwd_ahead_kernel<T>;
+          blocks = ce_ahead_blocks(x.count, block, multiprocessors(), tuned);
+        }
+      }
+      kernel<<<blocks, dim3(block.threads, block.rows), 0, c10::cuda::getCurrentCUDAStream()>>>(
           in<A>(given.grad), in<T>(x.tensor), x.stride, out<T>(dx.tensor), dx.stride, x.count,
           x.width, args.vocab.local, in<int64_t>(given.target), in<A>(given.lse), args.vocab.start,
           args.ignore_index, args.options<A>());

@@ -8,6 +8,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "launch_table.h"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -32,6 +35,29 @@ inline CeBlock ce_block(int64_t width, const LaunchChoice& tuned = {}) {
 inline int ce_blocks(int64_t rows, const CeBlock& block) {
   const int64_t blocks = (rows + block.rows - 1) / block.rows;
   return static_cast<int>(blocks < 0x7fffffff ? blocks : 0x7fffffff);
+}
+
+// Of rows of at most as many vectors a lane the next one is loaded while a warp computes its own
+constexpr int kCeKept = 4;
+constexpr int kCeAheadBlocks = 3;  // of 256 threads, for __launch_bounds__
+
+// Whether the kernels that load the next row can have these rows: whole, aligned vectors of up to 4
+// bytes an element (fp64 would spill). strides: from row to row of each tensor
+template <typename T>
+inline bool ce_ahead(int64_t width, std::initializer_list<const T*> rows,
+                     std::initializer_list<int64_t> strides, const LaunchChoice& tuned) {
+  const bool by_warps = tuned.threads == 0 || (tuned.threads == 32 && tuned.rows <= 8);
+  return sizeof(T) <= 4 && tuned.stages != 1 && by_warps && width > 0 &&
+         width <= kCeKept * 32 * kVec<T> &&
+         std::all_of(rows.begin(), rows.end(), [&](auto p) { return vectorisable<T>(width, p); }) &&
+         std::all_of(strides.begin(), strides.end(), [](auto s) { return s % kVec<T> == 0; });
+}
+// Their grid: what the multiprocessors hold, or as the table has it
+inline int ce_ahead_blocks(int64_t rows, const CeBlock& block, int processors,
+                           const LaunchChoice& tuned) {
+  const int held = kCeAheadBlocks * 256 / (block.threads * block.rows);
+  const int64_t most = int64_t{processors} * (tuned.blocks > 0 ? tuned.blocks : held);
+  return static_cast<int>(std::min<int64_t>(std::max(ce_blocks(rows, block), 1), most));
 }
 
 // [0, head) and [body_end, n) one by one, [head, body_end) in vectors
@@ -146,6 +172,122 @@ __global__ void ce_stats_kernel(const T* __restrict__ logits, int64_t row_stride
   });
 }
 
+// A vector as words: nvcc moves elements of half types one by one
+using CeWords = Vec<uint32_t, 4>;
+template <typename T>
+__device__ __forceinline__ Vec<T, kVec<T>> ce_elements(const CeWords& words) {
+  Vec<T, kVec<T>> result;
+  memcpy(static_cast<void*>(&result), &words, sizeof result);
+  return result;
+}
+// This lane's vectors of a row of n elements, all in flight; those past its end are its first one
+template <typename T>
+__device__ __forceinline__ void ce_load_row(const T* row, unsigned n, CeWords* to) {
+#pragma unroll
+  for (unsigned k = 0; k < kCeKept; ++k) {
+    const unsigned i = (32 * k + threadIdx.x) * kVec<T>;
+    to[k] = *reinterpret_cast<const CeWords*>(row + (i < n ? i : 0));
+  }
+}
+// Calls f(k, i) for those that lie in the row
+template <typename T, typename F>
+__device__ __forceinline__ void ce_each(unsigned n, F f) {
+#pragma unroll
+  for (unsigned k = 0; k < kCeKept; ++k) {
+    const unsigned i = (32 * k + threadIdx.x) * kVec<T>;
+    if (i < n) f(k, i);
+  }
+}
+
+// The larger of two elements each; of half types in one instruction
+template <typename T>
+__device__ __forceinline__ CeWords larger(const CeWords& a, const CeWords& b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2) {
+    using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    CeWords result;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      Two x, y;
+      memcpy(&x, &a.v[k], 4), memcpy(&y, &b.v[k], 4);
+      x = __hmax2(x, y);
+      memcpy(&result.v[k], &x, 4);
+    }
+    return result;
+  } else
+#endif
+  {
+    constexpr int N = kVec<T>;
+    const Vec<T, N> x = ce_elements<T>(a), y = ce_elements<T>(b);
+    Vec<T, N> most;
+#pragma unroll
+    for (int e = 0; e < N; ++e) most.v[e] = to_acc(x.v[e]) > to_acc(y.v[e]) ? x.v[e] : y.v[e];
+    CeWords result;
+    memcpy(&result, &most, sizeof result);
+    return result;
+  }
+}
+
+// The same for rows that ce_ahead accepts, a warp each: the row stays in registers, so that its
+// maximum comes first, and the next one is loaded before the sums go through the warp.
+template <typename T, typename InRange>
+__global__ void __launch_bounds__(256, kCeAheadBlocks)
+    ce_stats_ahead_kernel(const T* __restrict__ logits, int64_t row_stride, int64_t rows,
+                          int64_t vocab_local, const int64_t* __restrict__ target,
+                          int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
+                          acc_t<T>* __restrict__ stats, InRange in_range, int64_t width = -1) {
+  using A = acc_t<T>;
+  constexpr int N = kVec<T>;
+  const unsigned n = static_cast<unsigned>(vocab_local);
+  if (width >= 0 && blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0)
+    put_shard_row(stats + 4 * rows, {width, vocab_size});
+  const unsigned step = gridDim.x * blockDim.y;
+  int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (r >= rows) return;
+  CeWords x[kCeKept], next[kCeKept];
+  ce_load_row(logits + r * row_stride, n, next);
+  int64_t next_target = target[r];
+  Vec<T, N> lowest;
+#pragma unroll
+  for (int e = 0; e < N; ++e) lowest.v[e] = from_acc<T>(minus_inf<A>());
+  CeWords none;
+  memcpy(&none, &lowest, sizeof none);
+  for (; r < rows; r += step) {
+    const T* const row = logits + r * row_stride;
+    const int64_t t = next_target, hit = t - vocab_start;
+    const bool here = hit >= 0 && hit < vocab_local;
+    const T at_target = row[here ? hit : 0];
+    CeWords most_words = none;
+#pragma unroll
+    for (int k = 0; k < kCeKept; ++k) x[k] = next[k];
+    ce_each<T>(n, [&](int k, int) { most_words = larger<T>(x[k], most_words); });
+    if (r + step < rows) {
+      ce_load_row(row + step * row_stride, n, next);
+      next_target = target[r + step];
+    }
+    const Vec<A, N> most = widen(ce_elements<T>(most_words));
+    A max = most.v[0];
+#pragma unroll
+    for (int e = 1; e < N; ++e) max = Max()(max, most.v[e]);
+    max = warp_reduce(max, Max());
+    const A shift = exp_shift(max);
+    A sum = 0, sum_exp = 0;
+    ce_each<T>(n, [&](int k, int) {
+      const Vec<A, N> v = widen(ce_elements<T>(x[k]));
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        sum += v.v[e];
+        sum_exp += exp_down_for<sizeof(T) == 2>(v.v[e] - shift);
+      }
+    });
+    sum = warp_reduce(sum, Sum()), sum_exp = warp_reduce(sum_exp, Sum());
+    if (threadIdx.x == 0) {
+      in_range((t >= 0 && (t < vocab_size || width >= 0)) || t == ignore_index);
+      store<4>(stats, 4 * r, Vec<A, 4>{max, sum_exp, here ? to_acc(at_target) : A(0), sum});
+    }
+  }
+}
+
 // On stats [ranks, rows + 1, 4]: agree(ok) asserts that the ranks' columns make up one vocabulary,
 // in_range(ok) that a target is in it or ignored. A thread per row.
 template <typename A, typename Agree, typename InRange>
@@ -231,6 +373,54 @@ __global__ void ce_bwd_kernel(const acc_t<T>* __restrict__ grad, const T* logits
     for (; i < cut.body_end; i += step) vector_at(i, load<N>(x, i));
     for (i = cut.body_end + threadIdx.x; i < width; i += blockDim.x) dx[i] = at(i, x[i]);
   });
+}
+
+// The same for rows that ce_ahead accepts, a warp each, with the next one loaded before this one is
+// written
+template <typename T>
+__global__ void __launch_bounds__(256, kCeAheadBlocks)
+    ce_bwd_ahead_kernel(const acc_t<T>* __restrict__ grad, const T* logits, int64_t row_stride,
+                        T* dlogits, int64_t grad_stride, int64_t rows, int64_t width,
+                        int64_t vocab_local, const int64_t* __restrict__ target,
+                        const acc_t<T>* __restrict__ lse, int64_t vocab_start, int64_t ignore_index,
+                        CeOptions<acc_t<T>> options) {
+  using A = acc_t<T>;
+  constexpr int N = kVec<T>;
+  const unsigned n = static_cast<unsigned>(width), step = gridDim.x * blockDim.y;
+  int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (r >= rows) return;
+  CeWords x[kCeKept], next[kCeKept];
+  ce_load_row(logits + r * row_stride, n, next);
+  int64_t next_target = target[r];
+  A next_grad = grad[r], next_lse[] = {lse[2 * r], lse[2 * r + 1]};
+  for (; r < rows; r += step) {
+    const int64_t t = next_target, hit_here = t - vocab_start;
+    const unsigned valid = t == ignore_index ? 0 : static_cast<unsigned>(vocab_local);
+    const unsigned hit = static_cast<uint64_t>(hit_here) < n ? static_cast<unsigned>(hit_here) : n;
+    const CeRowGrad<A, sizeof(T) == 2> row(next_grad, next_lse, options);
+#pragma unroll
+    for (int k = 0; k < kCeKept; ++k) x[k] = next[k];
+    if (r + step < rows) {
+      ce_load_row(logits + (r + step) * row_stride, n, next);
+      next_target = target[r + step], next_grad = grad[r + step];
+      next_lse[0] = lse[2 * (r + step)], next_lse[1] = lse[2 * (r + step) + 1];
+    }
+    ce_each<T>(n, [&](int k, unsigned i) {
+      const Vec<A, N> wide = widen(ce_elements<T>(x[k]));
+      Vec<T, N> v;
+#pragma unroll
+      for (int e = 0; e < N; ++e) v.v[e] = from_acc<T>(row(wide.v[e]));
+      if (i + N > valid || hit - i < N) {
+#pragma unroll
+        for (int e = 0; e < N; ++e)
+          if (i + e >= valid)
+            v.v[e] = from_acc<T>(A(0));
+          else if (i + e == hit)
+            v.v[e] = from_acc<T>(row.at_target(wide.v[e]));
+      }
+      store_global<N>(dlogits + r * grad_stride, i, v);
+    });
+  }
 }
 
 }  // namespace tp_ext

@@ -66,6 +66,9 @@ def vocabularies():
     for dtype in TYPES:
         yield Instance("vocab_cross_entropy", "ce_stats_kernel", (dtype, "InRange"), 512, dtype)
         yield Instance("vocab_cross_entropy", "ce_bwd_kernel", (dtype,), 512, dtype)
+        if dtype != DOUBLE:
+            yield Instance("vocab_cross_entropy", "ce_stats_ahead_kernel", (dtype, "InRange"), 256, dtype)
+            yield Instance("vocab_cross_entropy", "ce_bwd_ahead_kernel", (dtype,), 256, dtype)
         for width in widths(dtype):
             for ids in ("int64_t", "int32_t"):
                 arguments = (width, dtype, ids, "InRange")
