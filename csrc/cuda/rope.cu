@@ -27,13 +27,11 @@ template <typename T, int N>
 void launch_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const int64_t* positions,
                  const Tensor& y, bool interleaved, bool inverse, const RopeShape& shape) {
   using A = acc_t<T>;
-  const int64_t work = shape.heads * ((shape.head_dim - shape.half) / N);
-  const auto width = static_cast<unsigned>(std::min<int64_t>(kThreads, (work + 31) / 32 * 32));
-  const dim3 block(width, kThreads / width);
-  const int grid = grid_for(shape.tokens, static_cast<int>(block.y));
+  const RopeLaunch by =
+      rope_launch<N>(shape, choose_launch<T>(Family::kRope, shape.heads * shape.head_dim));
   const auto kernel = interleaved ? &rope_kernel<T, N, true, PositionInRange>
                                   : &rope_kernel<T, N, false, PositionInRange>;
-  kernel<<<grid, block, 0, c10::cuda::getCurrentCUDAStream()>>>(
+  kernel<<<by.blocks, dim3(by.threads, by.tokens), 0, c10::cuda::getCurrentCUDAStream()>>>(
       in<T>(x), in<A>(cos), in<A>(sin), positions, out<T>(y), shape, inverse ? A(-1) : A(1),
       PositionInRange());
   C10_CUDA_KERNEL_LAUNCH_CHECK();

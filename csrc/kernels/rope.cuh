@@ -5,6 +5,9 @@
 
 #pragma once
 
+#include <algorithm>
+
+#include "launch_table.h"
 #include "rope.h"
 #include "vec.cuh"
 
@@ -21,6 +24,23 @@ bool rope_vectorisable(const T* x, const acc_t<T>* cos, const acc_t<T>* sin, con
          s.token_stride % kN == 0 && s.head_stride % kN == 0 && aligned(x, kVecBytes) &&
          aligned(y, kVecBytes) && aligned(cos, kN * sizeof(acc_t<T>)) &&
          aligned(sin, kN * sizeof(acc_t<T>));
+}
+
+// Threads of a token and tokens of a block, by the table or as many threads as a token has work for;
+// blocks of the grid
+struct RopeLaunch {
+  unsigned threads, tokens;
+  int blocks;
+};
+template <int N>
+inline RopeLaunch rope_launch(const RopeShape& s, const LaunchChoice& tuned) {
+  const int64_t work = s.heads * ((s.head_dim - s.half) / N);
+  const bool chosen = tuned.threads >= 32 && tuned.threads <= kThreads && tuned.threads % 32 == 0;
+  const auto threads = static_cast<unsigned>(
+      std::min<int64_t>(chosen ? tuned.threads : kThreads, (work + 31) / 32 * 32));
+  const unsigned tokens = kThreads / threads;
+  const int most = grid_for(s.tokens, static_cast<int>(tokens));
+  return {threads, tokens, tuned.blocks > 0 ? std::min(tuned.blocks, most) : most};
 }
 
 template <typename T, int N, bool kInterleaved>

@@ -15,18 +15,13 @@ struct InRange {
   }
 };
 
-template <typename T, int N>
-dim3 block_for(const RopeShape& s) {
-  const int64_t work = s.heads * ((s.head_dim - s.half) / N), whole = (work + 31) / 32 * 32;
-  const auto width = static_cast<unsigned>(whole < kThreads ? whole : kThreads);
-  return dim3(width, kThreads / width);
-}
-
 // How a tensor [batch, seq, heads, head_dim] lies in memory
 RopeShape packed(int64_t batch, int64_t seq, int64_t heads, int64_t head_dim, int64_t half) {
   const int64_t head = head_dim, token = heads * head, sequence = seq * token;
   return {batch * seq, seq, heads, head_dim, half, seq, sequence, token, head};
 }
+
+inline int turns = 0;
 
 template <typename T, int N, bool kInterleaved>
 void turn(const RopeShape& s, int64_t shift, unsigned blocks, bool by_position) {
@@ -63,9 +58,10 @@ void turn(const RopeShape& s, int64_t shift, unsigned blocks, bool by_position) 
                       " N " + std::to_string(N) + (kInterleaved ? " interleaved" : "");
     const auto [y] = run_in_every_order(name, [&] {
       Tensor<T> y(want.size(), shift);
-      const dim3 block = block_for<T, N>(s);
-      const unsigned grid = grid_for(s.tokens, block.y);
-      launch(grid < blocks ? grid : blocks, block, [&] {
+      const int threads[] = {0, 32, 64, 300};  // by the rule, and by choices, of which one is none
+      const RopeLaunch by =
+          rope_launch<N>(s, {0, threads[turns++ % 4], 0, static_cast<int>(blocks)});
+      launch(by.blocks, dim3(by.threads, by.tokens), [&] {
         rope_kernel<T, N, kInterleaved>(x.data(), cos.data(), sin.data(), given, y.data(), s, sign,
                                         InRange());
       });
@@ -126,7 +122,8 @@ void vast_rope() {
   float *const cos = vast<float>(s.tokens * s.half), *const sin = vast<float>(s.tokens * s.half);
   for (int64_t i = 0; i < s.token_stride; ++i) x[row + i] = T(static_cast<float>(i));
   for (int64_t i = (s.tokens - 1) * s.half; i < s.tokens * s.half; ++i) sin[i] = 1;  // a quarter
-  const dim3 block = block_for<T, N>(s);
+  const RopeLaunch by = rope_launch<N>(s, {});
+  const dim3 block(by.threads, by.tokens);
   const unsigned grid = static_cast<unsigned>((s.tokens + block.y - 1) / block.y);
   launch(grid, block, [&] { rope_kernel<T, N, false>(x, cos, sin, nullptr, y, s, 1.f, InRange()); },
          0, {dim3(grid - 1, 0)});
