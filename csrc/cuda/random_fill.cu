@@ -25,7 +25,8 @@ struct Fill {
     const Tensor to = direct ? self : at::empty_like(self, at::MemoryFormat::Contiguous);
     dispatch_floating(self.scalar_type(), op, [&](auto tag) {
       using T = decltype(tag);
-      random_fill_kernel<<<grid_for(n / 4 + 1), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      const int blocks = fill_blocks(n, choose_launch<T>(Family::kRandomFill, local_inner));
+      random_fill_kernel<<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
           out<T>(to), n, in<int64_t>(seed), draw, index);
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });

@@ -3,12 +3,21 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "divide.h"
+#include "launch_table.h"
 #include "random_fill.h"
 #include "truncated_normal.h"
 #include "vec.cuh"
 
 namespace tp_ext {
+
+// Blocks of the grid for n elements, by the table or one counter a thread
+inline int fill_blocks(int64_t n, const LaunchChoice& tuned) {
+  const int most = grid_for(n / 4 + 1);
+  return tuned.blocks > 0 ? std::min(tuned.blocks, most) : most;
+}
 
 template <typename T, typename Draw>
 __global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, Draw draw,
@@ -29,6 +38,16 @@ __global__ void random_fill_kernel(T* self, int64_t n, const int64_t* seed_ptr, 
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) values[k] = draw(words.w[k]);
+    }
+    const int64_t begin = 4 * counter - first;
+    T* const to = self + start + begin;
+    if (begin >= 0 && begin + 4 <= index.local_inner &&
+        reinterpret_cast<uintptr_t>(to) % sizeof(Vec<T, 4>) == 0) {
+      Vec<T, 4> all;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) all.v[k] = round_to<T>(values[k]);
+      store<4>(to, 0, all);
+      return;
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

@@ -30,6 +30,18 @@ TP_HD double from_bits(uint64_t bits) {
   return x;
 }
 
+// (word + 1/2) / 2^32 and (rest + 1/2) / 2^30, exact as in plain arithmetic, without a conversion of
+// an integer, which takes a GPU the time of eight instructions: the word is the mantissa of
+// 2^52 + word, or of 2^52 + 2^31 + rest
+TP_HD double unit_from_bits(uint32_t word) {
+  return (from_bits(0x4330000000000000ull | word) - 4503599627370495.5) * 2.3283064365386963e-10;
+}
+TP_HD double turn_from_bits(int32_t rest) {
+  const uint32_t above = static_cast<uint32_t>(rest) ^ 0x80000000u;
+  return ::fma(from_bits(0x4330000000000000ull | above) - 4503601774854144.0,
+               9.31322574615478515625e-10, 4.656612873077392578125e-10);
+}
+
 // log(x) for positive normal x = 2^k m, m in [sqrt(1/2), sqrt(2)): with f = m - 1, s = f / (2 + f),
 // log(m) = f - f^2 / 2 + s (f^2 / 2 + R(s^2)). Error below 1 ulp.
 TP_HD double log_of(double x) {
@@ -54,8 +66,21 @@ TP_HD double log_of(double x) {
 TP_HD CosSin cos_sin_turn(uint32_t word) {
   const uint32_t quadrant = ((word >> 29) + 1) >> 1;  // the nearest, 0..4
   const int32_t rest = static_cast<int32_t>(word - (quadrant << 30));
-  return cos_sin_from(quadrant,
-                      ((rest + 0.5) * 9.31322574615478515625e-10) * 1.57079632679489661923);
+#ifdef __CUDA_ARCH__
+  const double turn = turn_from_bits(rest);
+#else
+  const double turn = (rest + 0.5) * 9.31322574615478515625e-10;
+#endif
+  return cos_sin_from(quadrant, turn * 1.57079632679489661923);
+}
+
+// unit_uniform, on a GPU by bits
+TP_HD double unit_of(uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return unit_from_bits(word);
+#else
+  return unit_uniform(word);
+#endif
 }
 
 // The distributions: each maps a word, or the two words of a pair of elements, to values.
@@ -63,7 +88,7 @@ TP_HD CosSin cos_sin_turn(uint32_t word) {
 struct Uniform {
   static constexpr bool kPairs = false;
   double low, range;
-  TP_HD double operator()(uint32_t word) const { return ::fma(range, unit_uniform(word), low); }
+  TP_HD double operator()(uint32_t word) const { return ::fma(range, unit_of(word), low); }
 };
 
 struct ValuePair {
@@ -74,7 +99,7 @@ struct Normal {
   static constexpr bool kPairs = true;
   double mean, std;
   TP_HD ValuePair operator()(uint32_t radius_word, uint32_t angle_word) const {
-    const double radius = ::sqrt(-2.0 * log_of(unit_uniform(radius_word)));
+    const double radius = ::sqrt(-2.0 * log_of(unit_of(radius_word)));
     const CosSin direction = cos_sin_turn(angle_word);
     return {::fma(std, radius * direction.cos, mean), ::fma(std, radius * direction.sin, mean)};
   }

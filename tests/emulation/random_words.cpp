@@ -1,5 +1,7 @@
 // Kernels that draw by global index: dropout with bias and residual, and the fills.
 
+#include <array>
+
 #include "harness.h"
 
 #include "kernels/bias_dropout_residual.cuh"
@@ -165,7 +167,7 @@ void fill(const char* name, const Draw& draw, int64_t rows, const GlobalIndex& i
   seed[0] = -5;
   const auto [y] = run_in_every_order(label(name, type_name<T>(), n, index), [&] {
     Tensor<T> y(n);
-    launch(std::min(grid_for(n / 4 + 1), 2), kThreads,
+    launch(fill_blocks(n, {0, 0, 0, 2}), kThreads,
            [&] { random_fill_kernel<T, Draw>(y, n, seed, draw, index); });
     return results(y);
   });
@@ -218,7 +220,28 @@ void vast_dropout() {
   unmap(x, n), unmap(y, n);
 }
 
+// What a GPU computes otherwise than a CPU, to the same bits
+void forms_of_the_gpu() {
+  current_case = "forms of the GPU";
+  ++cases;
+  const double c[8][3] = {{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {1, -1, 2},
+                          {3, 4, 5}, {6, 7, 8}, {9, 1, 2}, {3, 4, 5}};
+  Random random{3};
+  for (int i = 0; i < 100000; ++i) {
+    const auto word =
+        static_cast<uint32_t>(i < 4 ? std::array{0u, 1u, ~0u, 1u << 31}[i] : random());
+    const auto rest = static_cast<int32_t>(word);
+    if (unit_from_bits(word) != unit_uniform(word)) wrong("a uniform number");
+    if (turn_from_bits(rest) != (rest + 0.5) * 9.31322574615478515625e-10) wrong("an angle");
+    const bool first = i & 1, second = i & 2;
+    const double x = unit_uniform(word);
+    if (polynomial_by_branch(c, first, second, x) != polynomial(c, first, second, x))
+      wrong("a polynomial");
+  }
+}
+
 int program(int, char**) {
+  forms_of_the_gpu();
   dropouts<float>(), dropouts<BFloat16>();
   for (const GlobalIndex& index :
        {GlobalIndex{12, 48, 24}, GlobalIndex{7, 33, 6}, GlobalIndex{1, 3, 2}})
