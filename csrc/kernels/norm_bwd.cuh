@@ -85,16 +85,16 @@ __device__ __forceinline__ void norm_bwd_terms(const X& x, const X& g, const Vec
 }
 
 // dx of one vector; more: added to it, if adds
-template <typename T, int kN, typename A, typename X, typename P>
+template <typename T, int kN, typename A, typename X, typename P, typename M>
 __device__ __forceinline__ Vec<T, kN> norm_bwd_dx(const X& x, const X& g, const Vec<P, kN>& w,
                                                   A mean, A rstd, A mean_gw, A mean_gw_hat,
-                                                  bool adds, const Vec<A, kN>& more) {
+                                                  bool adds, const M& more) {
   Vec<T, kN> r;
 #pragma unroll
   for (int e = 0; e < kN; ++e) {
     const A hat = norm_hat(to_acc(x.v[e]), mean, rstd);
     const A d = norm_dx(norm_gw(to_acc(g.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
-    r.v[e] = from_acc<T>(adds ? d + more.v[e] : d);
+    r.v[e] = from_acc<T>(adds ? d + to_acc(more.v[e]) : d);
   }
   return r;
 }
@@ -158,18 +158,22 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
         store<kN>(own_x, i, vx);
         store<kN>(own_g, i, vg);
       }
-      const auto w = norm_param<kN>(weight, kOverlap && !owns ? 0 : i, 1.f);
+      const auto w = norm_param<kN, kOverlap>(weight, kOverlap && !owns ? 0 : i, 1.f);
       const auto &wide_x = norm_widen<kOverlap>(vx), &wide_g = norm_widen<kOverlap>(vg);
       Vec<A, kN> g_hat, g;
-      norm_bwd_terms<kCentred>(wide_x, wide_g, w, mean, rstd, sum_gw, sum_gw_hat,
-                               [&](int e, A each, A hat) {
-                                 if constexpr (kCached > 0 && kParams) {
-                                   dw[slot].v[e] += each * hat;
-                                   if constexpr (kCentred) db[slot].v[e] += each;
-                                 } else {
-                                   g.v[e] = each, g_hat.v[e] = each * hat;
-                                 }
-                               });
+#pragma unroll
+      for (int e = 0; e < kN; ++e) {
+        const A hat = norm_hat(to_acc(wide_x.v[e]), mean, rstd);
+        g.v[e] = to_acc(wide_g.v[e]);
+        const A gw = norm_gw(g.v[e], A(w.v[e]));
+        sum_gw_hat += gw * hat;
+        if constexpr (kCentred) sum_gw += gw;
+        if constexpr (kCached > 0 && kParams) {
+          dw[slot].v[e] += g.v[e] * hat;
+          if constexpr (kCentred) db[slot].v[e] += g.v[e];
+        }
+        g_hat.v[e] = g.v[e] * hat;
+      }
       if (kCached == 0 && partial != nullptr) {
         norm_add_to<kN>(dw_sums, i, g_hat);
         if constexpr (kCentred) norm_add_to<kN>(db_sums, i, g);
@@ -183,7 +187,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
     const A mean_gw = kCentred ? sum_gw / static_cast<A>(n) : A(0),
             mean_gw_hat = sum_gw_hat / static_cast<A>(n);
     norm_each<kN, kCached>(owned, [&](int slot, int64_t i) {
-      Vec<T, kN> vx, vg;
+      Vec<T, kN> vx, vg, r;
       if constexpr (kCached > 0) {
         vx = norm_reread(kept_x[slot]);
         vg = norm_reread(kept_g[slot]);
@@ -191,13 +195,18 @@ __global__ void __launch_bounds__(kNormMaxThreads, norm_bwd_blocks(kCached))
         vx = load<kN>(own_x != nullptr ? own_x : xr, i);
         vg = load<kN>(own_x != nullptr ? own_g : gr, i);
       }
-      const auto w = norm_param<kN>(weight, i, 1.f);
-      Vec<A, kN> more = {};
-      if (grad_sum != nullptr) more = widen(load<kN>(grad_sum + start, i));
+      const auto w = norm_param<kN, kOverlap>(weight, i, 1.f);
+      Vec<T, kN> more = {};
+      if (grad_sum != nullptr) more = load<kN>(grad_sum + start, i);
       const auto &wide_x = norm_widen<kOverlap>(vx), &wide_g = norm_widen<kOverlap>(vg);
-      store<kN>(dx + start, i,
-                norm_bwd_dx<T>(wide_x, wide_g, w, mean, rstd, mean_gw, mean_gw_hat,
-                               grad_sum != nullptr, more));
+#pragma unroll
+      for (int e = 0; e < kN; ++e) {
+        const A hat = norm_hat(to_acc(wide_x.v[e]), mean, rstd);
+        const A d =
+            norm_dx(norm_gw(to_acc(wide_g.v[e]), A(w.v[e])), hat, rstd, mean_gw, mean_gw_hat);
+        r.v[e] = from_acc<T>(grad_sum != nullptr ? d + to_acc(more.v[e]) : d);
+      }
+      store<kN>(dx + start, i, r);
     });
   }
   if (partial == nullptr) return;

@@ -229,7 +229,7 @@ __device__ __forceinline__ Vec<T, kN> norm_zeros_unless(bool owns, const Vec<T, 
 }
 
 // w or b at i, or its neutral value; `loaded` if it was loaded before
-template <int kN, typename W>
+template <int kN, bool kAtOnce = true, typename W>
 __device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, float neutral,
                                                         const Vec<W, kN>* loaded = nullptr) {
   Vec<acc_t<W>, kN> result;
@@ -238,7 +238,14 @@ __device__ __forceinline__ Vec<acc_t<W>, kN> norm_param(const W* p, int64_t i, f
     for (int e = 0; e < kN; ++e) result.v[e] = neutral;
     return result;
   }
-  return widen(loaded != nullptr ? *loaded : load<kN>(p, i));
+  const Vec<W, kN> v = loaded != nullptr ? *loaded : load<kN>(p, i);
+  if constexpr (kAtOnce) {
+    return widen(v);
+  } else {  // where registers are short
+#pragma unroll
+    for (int e = 0; e < kN; ++e) result.v[e] = to_acc(v.v[e]);
+    return result;
+  }
 }
 
 }  // namespace tp_ext
