@@ -408,15 +408,15 @@ __global__ void __launch_bounds__(256, kCeAheadBlocks)
     ce_each<T>(n, [&](int k, unsigned i) {
       const Vec<A, N> wide = widen(ce_elements<T>(x[k]));
       Vec<T, N> v;
+      if (i + N <= valid && hit - i >= N) {
 #pragma unroll
-      for (int e = 0; e < N; ++e) v.v[e] = from_acc<T>(row(wide.v[e]));
-      if (i + N > valid || hit - i < N) {
+        for (int e = 0; e < N; ++e) v.v[e] = from_acc<T>(row(wide.v[e]));
+      } else {
 #pragma unroll
         for (int e = 0; e < N; ++e)
-          if (i + e >= valid)
-            v.v[e] = from_acc<T>(A(0));
-          else if (i + e == hit)
-            v.v[e] = from_acc<T>(row.at_target(wide.v[e]));
+          v.v[e] = from_acc<T>(i + e >= valid ? A(0)
+                               : i + e == hit ? row.at_target(wide.v[e])
+                                              : row(wide.v[e]));
       }
       store_global<N>(dlogits + r * grad_stride, i, v);
     });
