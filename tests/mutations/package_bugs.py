@@ -8,8 +8,8 @@ SHARED = [
     _bug(
         "bias_lost_before_the_norm",
         "nn/linear.py",
-        "self.on_two_axes or self.bias is not None or",
-        "self.on_two_axes or",
+        "self.sequence_parallel or self.bias is not None or",
+        "self.sequence_parallel or",
         "A row linear with a bias, followed by a norm, forgets the bias in decoding.",
         "nn/test_linear_into_norm.py::test_layers_end_in_the_norm",
     ),
@@ -371,7 +371,7 @@ LAYERS = [
     ),
     _bug(
         "row_bias_summed_twice",
-        "nn/linear.py",
+        "nn/forms.py",
         "not coalesced,",
         "True,",
         "A row bias that coalesce_gradients sums is summed by the linear once more.",

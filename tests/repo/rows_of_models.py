@@ -73,7 +73,7 @@ def _nan(net):
 
 
 def _in_float8(net):
-    setattr(net[0], "float8", Float8())  # noqa: B010, as another conversion of it has left it
+    setattr(net[0], "form", Float8())  # noqa: B010, as another conversion of it has left it
 
 
 def _recipe(bad):

@@ -22,7 +22,8 @@ from tp_ext.conversions import CONVERSIONS, Type
 from tp_ext.group import parallel_group, process_group
 from tp_ext.invariance import blocks_of_rank
 from tp_ext.model.same_input import check_same_input
-from tp_ext.nn.moe.experts import AddedOnce, ScaledGradient
+from tp_ext.nn.forms import ScaledGradient
+from tp_ext.nn.moe.experts import AddedOnce
 from tp_ext.nn.moe.router import AttachedLoss, SumWithGradient
 from tp_ext.random import OwnRandomNumbers, draw_seed
 from tp_ext.random_scope import rows_seed, sequence_seeds

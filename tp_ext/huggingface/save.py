@@ -25,6 +25,7 @@ from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.huggingface.conversion import groups_to_save
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import census
+from tp_ext.nn.low_bits import LowBits
 
 
 def save_pretrained(
@@ -61,7 +62,7 @@ def save_pretrained(
         raise TypeError(f"max_shard_size: {max_shard_size!r} must be a number of bytes, or text such as '5GB'")
     check_lock_timeout(lock_timeout)
     for name, module in model.named_modules():
-        if getattr(module, "low_bits", None) is not None:
+        if isinstance(getattr(module, "form", None), LowBits):
             raise ValueError(f"model: {name!r} was quantised, which files of transformers cannot hold: save_checkpoint")
     known = census(model, mesh_axes(group, mesh))
     ranks = ranks_of(known)

@@ -8,7 +8,9 @@ from torch.distributed.tensor import DTensor
 from tp_ext._object_collectives import check_same_names
 from tp_ext.low_precision.quantize import groups_of, linears
 from tp_ext.model.fused_paths import refuse_fused_paths
-from tp_ext.nn.float8 import DTYPES, Float8, Float8Linear
+from tp_ext.nn.float8 import DTYPES, Float8, Float8Linear, with_float8
+from tp_ext.nn.forms import form_of_options
+from tp_ext.nn.low_bits import LowBits
 from tp_ext.nn.moe.experts import ParallelExperts
 from tp_ext.nn.parallel_linear import ParallelLinear
 
@@ -70,7 +72,7 @@ def float8(model: nn.Module, recipe: Float8 | None = None, filter: Filter | None
     for layer in chosen.values():
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
-        setattr(layer, "float8", recipe)  # noqa: B010, modules declare tensors and modules alone
+        setattr(layer, "form", recipe)  # noqa: B010, modules declare tensors and modules alone
     return list(chosen)
 
 
@@ -92,11 +94,11 @@ def _chosen(model: nn.Module, names: Set[str], recipe: Float8, filter: Filter | 
 
 
 def _check(name: str, layer: nn.Module, recipe: Float8) -> None:
-    if getattr(layer, "low_bits", None) is not None or getattr(layer, "float8", None) is not None:
+    if isinstance(getattr(layer, "form", None), LowBits | Float8):
         raise ValueError(f"{name}: must not be converted or quantised already")
     if isinstance(layer, ParallelLinear | ParallelExperts):
         try:
-            layer.check_float8(recipe, next(layer.parameters()).dtype)
+            with_float8(form_of_options(layer), recipe, next(layer.parameters()).dtype, layer.grad_accumulation_fusion)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     for param in layer.parameters(recurse=False):

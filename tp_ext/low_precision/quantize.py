@@ -113,7 +113,7 @@ def dequantize(layer: nn.Module) -> Tensor:
     Raises:
         TypeError: the layer is not quantised.
     """
-    form = getattr(layer, "low_bits", None)
+    form = getattr(layer, "form", None)
     if not isinstance(form, LowBits):
         raise TypeError(f"layer: {type(layer).__name__} must be a linear that quantize_ has converted")
     assert isinstance(layer, ParallelLinear | QuantizedLinear)
@@ -150,11 +150,11 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 def form_of(name: str, layer: nn.Module, weights: str, block: int) -> LowBits:
     """Returns the form that the weight of a linear will have; see :func:`quantize_` for the errors."""
     what = f"{name or 'model'}.weight"
-    if getattr(layer, "low_bits", None) is not None:
+    if isinstance(getattr(layer, "form", None), LowBits):
         raise ValueError(f"{what}: must not be quantised already")
     if getattr(layer, "float8", None) is not None:
         raise ValueError(f"{what}: a layer that was converted to float8 must not be quantised")
-    if isinstance(layer, ParallelLinear) and (layer.on_two_axes or layer.invariant_blocks is not None):
+    if isinstance(layer, ParallelLinear) and layer.form.option:
         raise ValueError(f"{what}: a layer on two axes, or built in tp_invariant, must not be quantised")
     # A weight that is computed would be put back into its place, or its originals would have no effect any more
     refuse_computed(name or "model", layer, "weight")
@@ -204,4 +204,4 @@ def put(layer: Any, form: LowBits, largest: Tensor, weight: Tensor | None = None
         layer.replace_weight(form)
     else:
         layer.__class__ = QuantizedLinear
-        layer.low_bits = form
+        layer.form = form

@@ -74,7 +74,6 @@ class ParallelModule(nn.Module):
     """
 
     output_is_partial: bool = False
-    float8: Any = None  # the recipe of a linear or of experts that multiply in 8-bit floating point
     has_blocks: bool = False  # whether the class has a form with the same bits for every p
     tp_name: str | None = None
     expert_group: ParallelGroup | None = None
@@ -119,6 +118,11 @@ class ParallelModule(nn.Module):
         check_ranks(blocks, self.tp_group.size)
         weight_group = self.weight_group.size > 1 and self.weight_group.torch_name
         refuse_in_blocks(blocks, weight_group=weight_group, activations=activations == "hidden" and activations)
+
+    @property
+    def float8(self) -> Any:
+        """The recipe of a linear or of experts that multiply in 8-bit floating point; None of others."""
+        return getattr(self.__dict__.get("form"), "recipe", None)
 
     def add_parameter(
         self,

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.invariance import block_sizes, current_blocks, refuse_compiled, refuse_in_blocks, using_blocks
+from tp_ext.invariance import block_sizes, current_blocks, refuse_in_blocks, using_blocks
 from tp_ext.model.layouts import refuse_computed
-from tp_ext.model.module import ParallelModule
 from tp_ext.model.same_input import DebugMode, check_same_input
+from tp_ext.nn.forms import Dense, FormedLinear, TwoAxes, form_of_options, main_grad_of
 from tp_ext.nn.linear_cross_entropy import linear_cross_entropy
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
-from tp_ext.nn.parallel_linear import check_one_axis_options, linear_2d, main_grad_of
+from tp_ext.nn.parallel_linear import check_one_axis_options
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.random import Init, Normal, torch_linear_init
 from tp_ext.sharding import Part, Sharding
@@ -40,7 +40,7 @@ def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> S
     return Sharding(0, (Part(vocab_size, padding=p * width - vocab_size),))
 
 
-class _VocabParallel(ParallelModule):
+class _VocabParallel(FormedLinear):
     """Base class of embedding and head: a weight ``[vocab_local, n]`` that may be tied to the other's."""
 
     has_blocks = True
@@ -77,13 +77,12 @@ class _VocabParallel(ParallelModule):
         gathered = self.sharding.local_shape((vocab_size, features), rank, p)
         self._weight_shape = self.local_shape("weight") if "weight" in self.operator_gathers else gathered
 
-    def _checked(self, weight: Tensor) -> Tensor:
+    def check_shape(self, weight: Tensor) -> None:
         if weight.shape != self._weight_shape:
             raise ValueError(
                 f"weight: shape {tuple(weight.shape)} must be {tuple(self._weight_shape)}, this rank's rows of a "
                 f"vocabulary of {self.vocab_size}; tied layers need the same pad_to_multiple_of"
             )
-        return weight
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -185,9 +184,11 @@ class VocabParallelEmbedding(_VocabParallel):
         if DebugMode.on:
             check_same_input("ids", ids, self.tp_group)
         hidden = self.activations == "hidden"
+        weight = self.parameter("weight")
+        self.check_shape(weight)
         y = _ops.vocab_parallel_embedding(
             ids,
-            self._checked(self.parameter("weight")),
+            weight,
             "" if hidden else self.tp_group.name,  # "": not summed
             self.vocab_start,
             self.vocab_local,
@@ -290,11 +291,12 @@ class VocabParallelLMHead(_VocabParallel):
         refuse_in_blocks(self.invariant_blocks, grad_accumulation_fusion=bool(grad_accumulation_fusion))
         if self.invariant_blocks is not None:
             self._segments = self.sharding.segments(self.tp_group.rank, self.tp_group.size)
-        self.hidden_size = hidden_size
+        self.hidden_size = self.in_features = hidden_size
         self.grad_accumulation_fusion = grad_accumulation_fusion
         self.reshard_after_forward = reshard_after_forward
-        self.on_two_axes = self.weight_group.size > 1 or activations == "hidden"
-        if self.on_two_axes:
+        self.skip_bias_add, self.overlap_chunks = False, 1
+        self.form = form_of_options(self)
+        if isinstance(self.form, TwoAxes):
             check_one_axis_options(grad_accumulation_fusion=grad_accumulation_fusion)
         if bias:
             self.add_parameter("bias", (vocab_size,), default, sharding=self.sharding, device=device, dtype=dtype)
@@ -347,36 +349,20 @@ class VocabParallelLMHead(_VocabParallel):
             loss: target and options of :meth:`loss`, which calls the module so that its hooks run, those of FSDP2
                 among them; the loss is then computed instead of the logits.
         """
-        weight = self._checked(self.parameter("weight", weight))
-        if self.on_two_axes:
-            return linear_2d(self, x, weight, self.hidden_size, False, total_tokens)
-        if self.invariant_blocks is not None:
-            refuse_compiled()
-            sizes, group = self.token_sizes(total_tokens, x), self.tp_group.name
-            how = group, self.sequence_parallel, sizes, self.invariant_blocks, self._segments
-            return _ops.block_column_linear(x, weight, self.parameter("bias"), *how)
-        main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
-        if loss is not None:
-            return linear_cross_entropy(
-                x,
-                weight,
-                group=self.tp_group.name,
-                bias=self.parameter("bias"),
-                vocab_size=self.vocab_size,
-                sequence_parallel=self.sequence_parallel,
-                total_tokens=total_tokens,
-                main_grad=main_grad,
-                **loss,
-            )
-        return _ops.column_parallel_linear(
+        if loss is None or not isinstance(self.form, Dense):
+            return self.form.column(self, x, weight, total_tokens)[0]
+        weight = self.parameter("weight", weight)
+        self.check_shape(weight)
+        return linear_cross_entropy(
             x,
             weight,
-            self.parameter("bias"),
-            self.tp_group.name,
-            self.sequence_parallel,
-            self.token_sizes(total_tokens, x),
-            main_grad,
-            1,
+            group=self.tp_group.name,
+            bias=self.parameter("bias"),
+            vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel,
+            total_tokens=total_tokens,
+            main_grad=main_grad_of(weight) if self.grad_accumulation_fusion else None,
+            **loss,
         )
 
     def loss(
@@ -406,7 +392,7 @@ class VocabParallelLMHead(_VocabParallel):
         """
         check_flag(keep_logits=keep_logits)
         # The operator without logits knows one axis, and chunks of tokens that depend on the local vocabulary
-        if keep_logits or self.on_two_axes or self.invariant_blocks is not None:
+        if keep_logits or not isinstance(self.form, Dense):
             logits = self(x, total_tokens, weight=weight)
             refuse_in_blocks(self.invariant_blocks, return_entropy=options.pop("return_entropy", None) or None)
             if self.invariant_blocks is not None:

@@ -22,7 +22,7 @@ from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.nn.float8 import Float8
 from tp_ext.nn.norm import LayerNorm, RMSNorm
-from tp_ext.nn.parallel_linear import ParallelLinear, linear_2d, linear_sharding, local_linear, operands
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding
 from tp_ext.random import Init
 from tp_ext.sharding import Part, Sharding
 
@@ -72,8 +72,6 @@ class ColumnParallelLinear(ParallelLinear):
             ``grad_accumulation_fusion``, ``overlap_chunks`` or ``float8`` with ``weight_group`` or
             ``activations="hidden"``; ``float8`` with ``grad_accumulation_fusion``.
     """
-
-    operator_sums_bias = False
 
     def __init__(
         self,
@@ -134,61 +132,11 @@ class ColumnParallelLinear(ParallelLinear):
             weight: used instead of the layer's own, ``[out_local, in]``.
         """
         attributes = self.__dict__  # faster, see operands()
-        group, skip_bias_add = attributes["tp_group"], attributes["skip_bias_add"]
-        # Each form adds the bias in its operator, or leaves it to be added here. Few bits come first: such a layer
-        # has no weight that another form could read
-        if attributes["low_bits"] is not None:
-            y = self._of_low_bits(x, total_tokens, weight)
-            bias = self.parameter("bias")
-            if bias is not None and not skip_bias_add:
-                y = y + bias.to(y.dtype)
-        elif attributes["float8"] is not None:
-            y = self._in_float8(x, total_tokens, weight)
-            bias = self.parameter("bias") if skip_bias_add else None
-        elif attributes["on_two_axes"]:
-            weight = self.parameter("weight", weight)
-            self.check_shape(weight)
-            y = linear_2d(self, x, weight, self.in_features, False, total_tokens)
-            bias = None if "bias" in self.operator_gathers else self.parameter("bias")
-            if bias is not None and not skip_bias_add:
-                y = y + bias.to(y.dtype)
-        elif attributes["invariant_blocks"] is not None:
-            y = self.in_blocks(x, weight, total_tokens, row=False)
-            bias = self.parameter("bias") if skip_bias_add else None
-        else:
-            weight, bias, main_grad = operands(self, attributes, weight, attributes["_copied"])
-            y = _ops.column_parallel_linear(
-                x,
-                weight,
-                None if skip_bias_add else bias,
-                group.name,
-                attributes["sequence_parallel"],
-                None if total_tokens is None else self.token_sizes(total_tokens, x),
-                main_grad,
-                attributes["overlap_chunks"],
-            )
+        y, bias = attributes["form"].column(self, x, weight, total_tokens)
         # One rank, too, has padding, which the unsharded layer does not have
-        if attributes["gather_output"] and (group.size > 1 or self.weight_layout.has_padding):
+        if attributes["gather_output"] and (self.tp_group.size > 1 or self.weight_layout.has_padding):
             y = self.gathered(y)
-        return (y, bias) if skip_bias_add else y
-
-    def _in_float8(
-        self, x: Tensor, total_tokens: int | None, weight: Tensor | None, *, sum_input_grad: bool = True
-    ) -> Tensor:
-        weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
-        bias, sizes = None if self.skip_bias_add else bias, self.token_sizes(total_tokens, x)
-        assert self.float8 is not None
-        place = self.tp_group.name, self.sequence_parallel, sizes
-        options = (*place, *self.float8.options, sum_input_grad)
-        return _ops.float8_column_linear(x, weight, bias, *options)
-
-    def _of_low_bits(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
-        sizes = self.token_sizes(total_tokens, x)
-        if self.sequence_parallel:
-            x = _ops.all_gather_region(x, self.tp_group.name, 0, sizes)
-        else:
-            x = _ops.copy_to_region(x, self.tp_group.name)
-        return self.local_product(x, weight)
+        return (y, bias) if attributes["skip_bias_add"] else y
 
     def gathered(self, y: Tensor) -> Tensor:
         """Returns all output features of ``[.., out_local]``, in the order of the unsharded layer."""
@@ -309,40 +257,10 @@ class RowParallelLinear(ParallelLinear):
         if residual is not None or norm is not None:
             return self._into_norm(x, total_tokens, weight, residual, norm)
         attributes = self.__dict__  # faster, see operands()
-        group, skip_bias_add, coalesced = attributes["tp_group"], attributes["skip_bias_add"], attributes["_coalesced"]
-        if not attributes["input_is_parallel"] and (group.size > 1 or self.weight_layout.has_padding):
+        if not attributes["input_is_parallel"] and (self.tp_group.size > 1 or self.weight_layout.has_padding):
             x = self.scattered(x)
-        # Each special form has a product and a sum of its own; the first that is set decides
-        if attributes["low_bits"] is not None:
-            y, bias = self._of_low_bits(x, total_tokens, weight), self.parameter("bias")
-            if skip_bias_add:
-                return y, bias
-            return y if bias is None else y + bias.to(y.dtype)
-        if attributes["float8"] is not None:
-            y = self._in_float8(x, total_tokens, weight)
-            return (y, self.parameter("bias")) if skip_bias_add else y
-        if attributes["on_two_axes"]:
-            weight = self.parameter("weight", weight)
-            self.check_shape(weight)
-            y = linear_2d(self, x, weight, self.out_features, True, total_tokens)
-            return (y, self.parameter("bias")) if skip_bias_add else y
-        if attributes["invariant_blocks"] is not None:
-            y = self.in_blocks(x, weight, total_tokens, row=True)
-            return (y, self.parameter("bias")) if skip_bias_add else y
-        # With skip_bias_add the caller adds the bias, in the pass of a later kernel
-        weight, bias, main_grad = operands(self, attributes, weight, coalesced)
-        y = _ops.row_parallel_linear(
-            x,
-            weight,
-            None if skip_bias_add else bias,
-            group.name,
-            attributes["sequence_parallel"],
-            None if total_tokens is None else self.token_sizes(total_tokens, whole=x),
-            main_grad,
-            attributes["overlap_chunks"],
-            not coalesced,
-        )
-        return (y, self.parameter("bias")) if skip_bias_add else y
+        y = attributes["form"].row(self, x, weight, total_tokens)
+        return (y, self.parameter("bias")) if attributes["skip_bias_add"] else y
 
     def _into_norm(
         self,
@@ -360,35 +278,12 @@ class RowParallelLinear(ParallelLinear):
         if not self.sequence_parallel and self.activations != "hidden" and residual.shape != shape:
             raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of y, {shape}")
         # If y is only the sum of the partial products, one operator can compute the sum, the residual and the norm
-        adds_more = self.sequence_parallel or self.on_two_axes or self.bias is not None or self.activations == "hidden"
-        other_sum = self.float8 is not None or self.invariant_blocks is not None or self.overlap_chunks > 1
+        adds_more = self.sequence_parallel or self.bias is not None or self.overlap_chunks > 1
         recorded = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
-        plain = self.input_is_parallel and not (adds_more or other_sum or recorded)
+        plain = self.input_is_parallel and self.form.sums_products and not (adds_more or recorded)
         if plain and isinstance(norm, RMSNorm) and norm.is_one_kernel():
-            return norm.after_sum(self._partial_product(x, weight), residual, self.tp_group.name)
+            return norm.after_sum(self.form.product(self, x, weight), residual, self.tp_group.name)
         return norm(self.forward(x, total_tokens, weight=weight), residual)
-
-    def _partial_product(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Returns x W_local^T, to be summed over the ranks."""
-        if self.low_bits is not None:
-            return self.local_product(x, weight)
-        weight, _, _ = operands(self, self.__dict__, weight, self._coalesced)
-        return local_linear(x, weight)
-
-    def _in_float8(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
-        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
-        bias, sizes = None if self.skip_bias_add else bias, self.token_sizes(total_tokens, whole=x)
-        assert self.float8 is not None
-        place = self.tp_group.name, self.sequence_parallel, sizes
-        options = (*place, *self.float8.options, not self._coalesced)
-        return _ops.float8_row_linear(x, weight, bias, *options)
-
-    def _of_low_bits(self, x: Tensor, total_tokens: int | None, weight: Tensor | None) -> Tensor:
-        sizes = self.token_sizes(total_tokens, whole=x)
-        y = self.local_product(x, weight)
-        if self.sequence_parallel:
-            return _ops.reduce_scatter_region(y, self.tp_group.name, 0, sizes)
-        return _ops.reduce_from_region(y, self.tp_group.name)
 
     def scattered(self, x: Tensor) -> Tensor:
         """Returns this rank's slice ``[.., in_local]`` of the replicated ``[.., in]``."""

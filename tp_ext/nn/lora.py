@@ -36,7 +36,7 @@ from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
 from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
-from tp_ext.nn.low_bits import QuantizedLinear
+from tp_ext.nn.low_bits import LowBits, QuantizedLinear
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Constant, torch_linear_init
 from tp_ext.sharding import Sharding
@@ -175,7 +175,7 @@ class LoRALinear(ParallelModule):
 
     @torch.no_grad()
     def _add(self, sign: int, *, merged: bool) -> None:
-        if self.base_layer.low_bits is not None:
+        if isinstance(self.base_layer.form, LowBits):
             raise ValueError("base_layer: its weight was quantised, and merging would round it again")
         refuse_computed("base_layer", self.base_layer, "weight")  # the next forward would compute it anew
         weight, a, b = self.base_layer.weight, self.lora_A.weight, self.lora_B.weight
@@ -335,14 +335,10 @@ def _check_base(name: str, base: Any) -> None:
         )
     if any(isinstance(param, DTensor) for param in base.parameters()):
         raise ValueError(f"{name}: must not be sharded by FSDP2, which would not know the adapter; add adapters before")
-    if base.on_two_axes:
-        raise ValueError(f"{name}: must not have a weight_group or activations='hidden'")
+    if base.form.without_adapter:
+        raise ValueError(f"{name}: {base.form.without_adapter}")
     if any(getattr(hook, "is_of_input", False) for hook in base._forward_pre_hooks.values()):
         raise ValueError(f"{name}: gathers tokens itself, by a plan; plan with sequence_parallel=False for its adapter")
-    if getattr(base, "invariant_blocks", None) is not None:
-        raise ValueError(
-            f"{name}: a layer built in tp_invariant must not get an adapter, whose sums depend on the number of ranks"
-        )
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:

@@ -13,7 +13,7 @@ the number of ranks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from tp_ext import _ops
 from tp_ext.group import ALONE, ParallelGroup
+from tp_ext.nn.forms import Form, FormedLinear
 from tp_ext.sharding import Layout, Sharding
 
 _CHUNK = {"cpu": 1 << 18}  # elements of a weight that are dequantised at once: fp32 in the cache
@@ -31,7 +32,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # [Note: products with frozen weights dequantise rows]
 @dataclass(frozen=True)
-class LowBits:
+class LowBits(Form):
     """The form of a frozen weight ``[out, in]`` in few bits.
 
     Attributes:
@@ -43,6 +44,8 @@ class LowBits:
     bits: int
     block: int | None
     layout: Layout
+
+    weight_name: ClassVar[str] = "weight_scale"
 
     @property
     def most(self) -> int:
@@ -110,7 +113,17 @@ class LowBits:
         """Returns rows of the weight in fp32."""
         return _ops.dequantize_low_bits(packed, scale, self.block)
 
-    def product(self, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    def product(self, layer: FormedLinear, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None:
+            raise ValueError("weight: must not be given to a layer whose own weight was quantised")
+        if x.dim() == 0 or x.shape[-1] != layer._weight_shape[1]:
+            raise ValueError(f"x: shape {tuple(x.shape)} must end in {layer._weight_shape[1]} features")
+        return self.multiply_packed(x, layer.weight_packed, layer.weight_scale)
+
+    def weight_layout(self, layer: FormedLinear) -> Layout:
+        return self.layout
+
+    def multiply_packed(self, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         """Returns x W^T ``[.., out]`` in the dtype of x, or of autocast, with a gradient of x alone."""
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.is_floating_point():
@@ -199,17 +212,17 @@ class QuantizedLinear(nn.Linear):
     Shapes: as ``nn.Linear``. Communicates nothing.
     """
 
-    low_bits: LowBits
+    form: LowBits
     weight_packed: Tensor
     weight_scale: Tensor
     # What an adapter asks its base for: a column linear of one rank
-    tp_group, sequence_parallel, on_two_axes, skip_bias_add = ALONE, False, False, False
+    tp_group, sequence_parallel, skip_bias_add = ALONE, False, False
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """Computes y. ``total_tokens`` and ``weight`` are those of a column linear, and must be None."""
         if total_tokens is not None or weight is not None:
             raise ValueError("total_tokens, weight: must be None for an nn.Linear that was quantised")
-        y = self.low_bits.product(x, self.weight_packed, self.weight_scale)
+        y = self.form.multiply_packed(x, self.weight_packed, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @property

@@ -114,7 +114,7 @@ class ParallelMLP(ParallelModule):
         quantised: others may then call their operators."""
         kinds: dict[str, type] = {"up": ColumnParallelLinear, "down": RowParallelLinear}
         layers = {name: getattr(self, name) for name in kinds}
-        return all(is_plain(layers[name], kind) and layers[name].is_full_precision for name, kind in kinds.items())
+        return all(is_plain(layers[name], kind) and layers[name].form.uses_weight for name, kind in kinds.items())
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

@@ -8,7 +8,7 @@ from tp_ext._checks import check_flag
 from tp_ext.group import Group
 from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.model.module import ParallelModule
-from tp_ext.nn.parallel_linear import accumulated, local_linear, main_grad_of
+from tp_ext.nn.forms import accumulated, local_linear, main_grad_of
 from tp_ext.random import Init, torch_linear_init
 
 

@@ -19,9 +19,9 @@ from tp_ext.auto.record.trace import trace
 from tp_ext.group import ParallelGroup
 from tp_ext.model.layouts import declare_layouts
 from tp_ext.model.same_input import DebugMode, check_same_input
+from tp_ext.nn.forms import scattered_sum
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
-from tp_ext.nn.parallel_linear import local_linear, operands
 from tp_ext.sharding import Layout, Sharding
 
 CONVERSIONS = ("_to_copy", "to")
@@ -38,16 +38,7 @@ class EnteredColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, total_tokens: int | None = None, *, weight: Tensor | None = None) -> Tensor:
         """Computes y = x W_local^T + b_local."""
-        if self.low_bits is not None:
-            y, bias = self.local_product(x, weight), self.parameter("bias")
-            return y if bias is None else y + bias.to(y.dtype)
-        if self.float8 is not None:
-            return self._in_float8(x, total_tokens, weight, sum_input_grad=False)
-        weight, bias, _ = operands(self, self.__dict__, weight, self._copied)
-        # A full bias in the place of the shard: F.linear would fail without the name of the parameter
-        if bias is not None and bias.size(0) != weight.size(0):
-            raise ValueError(f"bias: shape {tuple(bias.shape)} must be [{weight.size(0)}], this rank's shard")
-        return local_linear(x, weight, bias)
+        return self.form.entered_column(self, x, weight)
 
 
 class RowTokensLinear(RowParallelLinear):
@@ -70,29 +61,7 @@ class RowTokensLinear(RowParallelLinear):
         if sizes is None:
             y: Tensor = super().forward(x, weight=weight)
             return y
-        if self.float8 is not None:
-            return self._scattered_in_float8(x, sizes, weight)
-        if self.low_bits is not None:
-            y, bias = self.local_product(x, weight), self.parameter("bias")
-        else:
-            weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
-            y = local_linear(x, weight)
-        return _scattered_sum(y, bias, self.tp_group.name, self.tp_tokens_dim, sizes)
-
-    def _scattered_in_float8(self, x: Tensor, sizes: list[int], weight: Tensor | None) -> Tensor:
-        weight, bias, _ = operands(self, self.__dict__, weight, self._coalesced)
-        assert self.float8 is not None
-        # The operator scatters dim 0; the order of tokens changes no scale
-        tokens_first = x.transpose(0, self.tp_tokens_dim)
-        y = _ops.float8_row_linear(tokens_first, weight, bias, self.tp_group.name, True, sizes, *self.float8.options)
-        return y.transpose(0, self.tp_tokens_dim)
-
-
-def _scattered_sum(y: Tensor, bias: Tensor | None, group: str, dim: int, sizes: list[int]) -> Tensor:
-    """This rank's slice of the sum of y over the ranks, plus the bias."""
-    y = _ops.reduce_scatter_region(y, group, dim, sizes)
-    # After the sum, where it counts once. Each rank adds it to its tokens, so that its gradient is partial
-    return y if bias is None else y + _ops.copy_to_region(bias, group)
+        return self.form.row_of_tokens(self, x, weight, self.tp_tokens_dim, sizes)
 
 
 class RowConv1D(nn.Module):
@@ -125,7 +94,7 @@ class RowConv1D(nn.Module):
         bias = self._parameters["bias"]
         sizes = None if self.tp_tokens is None else self.tp_tokens.enter(x.shape[self.tp_tokens_dim])
         if sizes is not None:
-            return _scattered_sum(x @ self.weight, bias, name, self.tp_tokens_dim, sizes)
+            return scattered_sum(x @ self.weight, bias, name, self.tp_tokens_dim, sizes)
         return _ops.row_parallel_linear(x, self.weight.t(), bias, name, False, None, None, 1, True)
 
 

@@ -20,9 +20,9 @@ from tp_ext.nn.attention.rotary import RotaryEmbedding
 from tp_ext.nn.attention.scaled_dot_product import attention_by_kv_head
 from tp_ext.nn.attention.self_attention import KVHeadsInBlocks, SelfAttention
 from tp_ext.nn.float8 import Float8
+from tp_ext.nn.forms import Dense, local_linear
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
 from tp_ext.nn.norm import LayerNorm, RMSNorm
-from tp_ext.nn.parallel_linear import local_linear
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Init
 from tp_ext.sharding import head_parts
@@ -323,9 +323,8 @@ class ParallelLatentAttention(SelfAttention):
 
     def _expanded(self, latents: Tensor) -> Tensor:
         """Returns this rank's shard of W_kv_b c for the latents c of all tokens."""
-        if getattr(self.kv_b_proj, "float8", None) is None:
+        if getattr(self.kv_b_proj, "form", Dense).has_matrix:
             return local_linear(latents, self._kv_b_weight())
-        # In float8 c is an operand of the product as W is
         rows = latents.flatten(0, -2)
         own = _ops.scatter_to_region(rows, self.tp_group.name, 0) if self.sequence_parallel else rows
         kv: Tensor = self.kv_b_proj(own, len(rows))
@@ -337,7 +336,7 @@ class ParallelLatentAttention(SelfAttention):
         layer: nn.Module = self.kv_b_proj
         hooks = (layer._forward_hooks, layer._forward_pre_hooks)
         hooked = any(hooks) or _has_any_global_hook()
-        if type(layer) is ColumnParallelLinear and layer.is_full_precision and not hooked:
+        if type(layer) is ColumnParallelLinear and layer.form.uses_weight and not hooked:
             weight: Tensor = layer.parameter("weight")
             return weight
         like = self.kv_a_proj_with_mqa.weight

@@ -18,10 +18,11 @@ from tp_ext.invariance import refuse_compiled, refuse_in_blocks
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.fused_paths import is_plain
 from tp_ext.model.module import ParallelModule
-from tp_ext.nn.float8 import Float8, refuse_with_float8
+from tp_ext.nn.float8 import Float8, with_float8
+from tp_ext.nn.forms import Form, ScaledGradient, Stacked, form_of_options, main_grad_of
 from tp_ext.nn.mlp import ACTIVATIONS, GATED_ACTIVATIONS, ParallelMLP
 from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
-from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding, main_grad_of
+from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Layout, Sharding, split_sizes
 
@@ -86,8 +87,7 @@ class ParallelExperts(ParallelModule):
             expert_group=ep.size > 1 and ep.torch_name,
             grad_accumulation_fusion=bool(grad_accumulation_fusion),
         )
-        self.check_float8(float8, dtype)
-        self.float8: Float8 | None = float8
+        self.form: Form = with_float8(form_of_options(self), float8, dtype, grad_accumulation_fusion)
         if num_experts < ep.size:
             raise ValueError(f"num_experts: {num_experts} must be at least the {ep.size} ranks of expert_group")
         self.num_experts, self.activation, self.gated = num_experts, activation, activation in GATED_ACTIVATIONS
@@ -118,26 +118,20 @@ class ParallelExperts(ParallelModule):
             self.register_parameter("up_bias", None)
             self.register_parameter("down_bias", None)
 
-    def check_float8(self, float8: Float8 | None, dtype: torch.dtype | None) -> None:
-        """Raises a ValueError if the layer has an option, or a dtype, that experts in float8 lack."""
-        lacking = {"tp_invariant": self.invariant_blocks is not None}
-        refuse_with_float8(float8, dtype, grad_accumulation_fusion=self.grad_accumulation_fusion, **lacking)
-
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Computes y of the rows of this rank's experts, ``counts[e]`` consecutive ones for each.
 
         Raises:
             ValueError: a parameter is not of the shape of this rank's shard.
         """
-        if self.invariant_blocks is not None:
-            return self._in_blocks(x, counts, self.invariant_blocks)
         try:
-            return self._of_rows(x, counts)
+            return self.form.experts(self, x, counts)
         except (RuntimeError, ValueError):
             self._check_shapes()  # names the parameter that does not fit, if it is one
             raise
 
-    def _of_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def of_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Computes y of rows, partial sums over ``group``, by the grouped products of the form."""
         up_bias, down_bias = self._bias("up_bias"), self._bias("down_bias")
         if up_bias is not None and not up_bias.size(0) == down_bias.size(0) == len(counts):
             self._check_shapes()  # rows of all experts would be taken for those of this rank's
@@ -152,7 +146,7 @@ class ParallelExperts(ParallelModule):
             y = AddedOnce.apply(y, down_bias[of_row].to(y.dtype), self.tp_group.rank == 0)
         return y
 
-    def _in_blocks(self, x: Tensor, counts: Sequence[int], blocks: int) -> Tensor:
+    def in_blocks(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Computes y, complete on each rank of ``group``, as built in :func:`tp_ext.tp_invariant`.
 
         Communicates: for each expert as a column and a row linear.
@@ -163,7 +157,8 @@ class ParallelExperts(ParallelModule):
         # unbind, whose backward is one stack: that of an index makes a tensor of all experts for each
         params = [[None] * len(counts) if p is None else p.unbind(0) for p in map(self.parameter, names)]
         activate = _ops.gated_act if self.gated else _ops.bias_act
-        group, (up_segments, down_segments) = self.tp_group.name, self._segments
+        group, blocks, (up_segments, down_segments) = self.tp_group.name, self.invariant_blocks, self._segments
+        assert blocks is not None
         results = []
         for rows, up, up_bias, down, down_bias in zip(x.split(list(counts)), *params, strict=True):
             h = _ops.block_column_linear(rows, up, None, group, False, None, blocks, up_segments)
@@ -180,12 +175,9 @@ class ParallelExperts(ParallelModule):
     def _linear(self, x: Tensor, name: str, counts: Sequence[int]) -> Tensor:
         weight = self.parameter(name)
         main_grad = main_grad_of(weight) if self.grad_accumulation_fusion else None
-        if self.float8 is not None:
-            # Formats and scaling; nothing is gathered
-            recipe = self.float8.options[:3]
-            group, inputs = self.tp_group.name, name == "down_weight"
-            return _ops.float8_grouped_linear(x, weight, counts, group, inputs, *recipe, self.gradient_scale)
-        return _ops.grouped_linear(x, weight, counts, main_grad, self.gradient_scale)
+        shards_inputs = name == "down_weight"
+        of_group = self.gradient_scale, self.tp_group.name, shards_inputs
+        return self.form.grouped(x, Stacked(weight, counts, main_grad, *of_group))
 
     def _bias(self, name: str) -> Any:
         value = self.parameter(name)
@@ -223,22 +215,6 @@ class AddedOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         return dy, dy, None
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(x: Tensor, scale: float) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.scale = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy * ctx.scale, None
 
 
 def can_overlap(shared: torch.nn.Module) -> bool:
