@@ -11,6 +11,7 @@ import tp_ext
 from tests.helpers import torchrun
 from tp_ext import refit
 from tp_ext.group import NOT_GIVEN
+from tp_ext.huggingface import weight_source
 from tp_ext.low_precision import Float8, compress_gradients, float8, quantize_
 from tp_ext.mesh import mesh_axes
 from tp_ext.parallel import ElasticData
@@ -259,6 +260,10 @@ AGREED = {
     "a dtype of float8": (
         converted(float8, lambda net: net.double()),
         "0: float8: dtype torch.float64 must be one of",
+    ),
+    "a model of weight_source": (
+        lambda g, bad: weight_source(block(g, dtype=torch.float64 if bad else torch.float32)),
+        "module: '0.weight' must be the same on all ranks",
     ),
     "a layer of float8": (converted(float8, _in_float8), "0: must not be converted or quantised already"),
     "a recipe of float8": (converted(float8, recipe=_recipe), r"recipe: must be the same .*'tensor'.*'row'.*rank 1"),

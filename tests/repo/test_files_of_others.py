@@ -55,6 +55,7 @@ CALLS = {
     "_object_collectives.py:_gather_objects: dist.gather_object": RANKS,
     "_object_collectives.py:_scatter_objects: dist.scatter_object_list": RANKS,
     "_object_collectives.py:broadcast_from_first: dist.broadcast_object_list": RANKS,
+    "huggingface/weight_source.py:_class_of_source: importlib.import_module": NAMES,
     "auto/search/picture.py:draw: importlib.import_module": NAMES,
     "checkpoint/directory.py:_write.finish: open": WRITES,
     "checkpoint/directory.py:_write_entries: open": WRITES,

@@ -110,13 +110,14 @@ def _description(name: str, entry: Entry, tied: str) -> str:
     return ", ".join(words if tied == name else [*words, f"tied to {tied!r}"])
 
 
-def agreed_entries(model: Census, ranks: Ranks) -> dict[str, Entry]:
-    """Returns the entries of a stage, which are the same on all its ranks. Communicates and raises as
-    :func:`check_same`; also for an entry that is an error on one rank alone, such as one on the meta device."""
+def agreed_entries(model: Census, ranks: Ranks, read: Callable[[], dict[str, Entry]] | None = None) -> dict[str, Entry]:
+    """Returns the entries of a stage, those of its state dict or what ``read`` returns, which are the same on all its
+    ranks. Communicates and raises as :func:`check_same`; also for an entry that is an error on one rank alone, such as
+    one on the meta device."""
     entries: dict[str, Entry] = {}
 
     def describe() -> dict[str, str]:
-        entries.update(model.state())
+        entries.update((read or model.state)())
         first: dict[int, str] = {}
         tied = {name: first.setdefault(id(entry.value), name) for name, entry in entries.items()}
         return {name: _description(name, entry, tied[name]) for name, entry in entries.items()}

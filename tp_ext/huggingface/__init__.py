@@ -10,9 +10,11 @@ from tp_ext.huggingface.load import from_pretrained
 from tp_ext.huggingface.prepare import prepare
 from tp_ext.huggingface.save import save_pretrained
 from tp_ext.huggingface.trainer import Trainer
+from tp_ext.huggingface.weight_source import WeightSource, weight_source
 
 __all__ = [
     "Trainer",
+    "WeightSource",
     "context_inputs",
     "context_parallel",
     "from_pretrained",
@@ -23,4 +25,5 @@ __all__ = [
     "save_pretrained",
     "share_batches",
     "to_published_experts",
+    "weight_source",
 ]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 
 @dataclass
@@ -84,6 +85,35 @@ def groups_to_load(
         if group.transform is not None:
             group.targets = group.convert(model, [files[name] for name in group.sources])
     return list(by_target.values()), [transform for transform in mapping if transform.was_used()]
+
+
+class _TiedModel:
+    """A model of which transformers asks for the tensors by name, to see which are one; other attributes are the
+    model's."""
+
+    def __init__(self, model: Any, tensors: Mapping[str, object]) -> None:
+        self._model, self._tensors = model, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter_or_buffer(self, name: str) -> object:
+        return self._tensors[name]
+
+
+def groups_of_model(
+    model: transformers.PreTrainedModel, full: Mapping[str, Tensor], tied: Mapping[str, object]
+) -> list[TensorGroup]:
+    """Groups the tensors of a model by what they become in files, tied ones once, under the name that transformers
+    gives them.
+
+    Args:
+        full: name -> shape of each tensor of the model, on meta. Transformers decides by names, shapes and ties alone.
+        tied: name -> an object that is the same for tensors that are one.
+    """
+    ignored = model._keys_to_ignore_on_save or ()
+    kept: Any = {name: tensor for name, tensor in full.items() if name not in ignored}
+    return groups_to_save(model, remove_tied_weights_from_state_dict(kept, cast(Any, _TiedModel(model, tied))))
 
 
 def groups_to_save(model: transformers.PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[TensorGroup]:

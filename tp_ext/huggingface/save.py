@@ -13,7 +13,6 @@ import transformers
 from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from torch import Tensor
 from torch.distributed import DeviceMesh
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from tp_ext._checks import check_path
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
@@ -22,7 +21,7 @@ from tp_ext.checkpoint.pipeline import WholeTensor, agreed_entries, gather_whole
 from tp_ext.checkpoint.safetensors import write_files
 from tp_ext.checkpoint.safetensors_files import FileEntries
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.huggingface.conversion import groups_to_save
+from tp_ext.huggingface.conversion import groups_of_model
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import census
 from tp_ext.nn.low_bits import LowBits
@@ -67,14 +66,12 @@ def save_pretrained(
     known = census(model, mesh_axes(group, mesh))
     ranks = ranks_of(known)
     entries = agreed_entries(known, ranks)
-    # Meta tensors in place of the state dict: transformers decides by names, shapes and ties alone what files hold
-    ignored = model._keys_to_ignore_on_save or ()
     full = {
         name: torch.empty(entry.shape, dtype=entry.value.dtype, device="meta")
         for name, entry in entries.items()
-        if name not in ignored and not entry.extra
+        if not entry.extra
     }
-    groups = groups_to_save(model, remove_tied_weights_from_state_dict(full, model))
+    groups = groups_of_model(model, full, {name: entry.value for name, entry in entries.items()})
     group_of = {name: group for group in groups for name in group.targets}
     shapes = {name: tensor for group in groups for name, tensor in group.targets.items()}
 
@@ -147,14 +144,19 @@ def _count(model: transformers.PreTrainedModel, entries: Any) -> int:
     return sum(shapes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
 
 
-def _save_configuration(model: transformers.PreTrainedModel, path: Path) -> None:
-    config = copy.deepcopy(model.config)
-    plan = getattr(model, "tp_ext_plan", None)
-    # A plan sets numbers of the configuration, such as those of heads, to this rank's: files get the full ones
+def full_config(config: Any, plan: Any) -> Any:
+    """Returns a copy of a configuration with the numbers of the unsharded model, such as those of heads, which a plan
+    sets to this rank's."""
+    config = copy.deepcopy(config)
     for attribute, (full, _) in (plan.patches.get("", {}) if plan is not None else {}).items():
         holder, _, attribute_name = attribute.rpartition(".")
         if holder == "config":
             config.__dict__[attribute_name] = full
+    return config
+
+
+def _save_configuration(model: transformers.PreTrainedModel, path: Path) -> None:
+    config = full_config(model.config, getattr(model, "tp_ext_plan", None))
     config.dtype = str(model.dtype).removeprefix("torch.")
     # fully_shard puts FSDP before the name of the class, which readers look up in transformers
     config.architectures = [type(model).__name__.removeprefix("FSDP")]

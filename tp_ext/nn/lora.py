@@ -184,6 +184,12 @@ class LoRALinear(ParallelModule):
             raise ValueError(f"merged: is {merged} already")
         if isinstance(weight, DTensor):
             raise ValueError("base_layer.weight: a DTensor must not be merged into; merge in a model without FSDP2")
+        self.add_product_(weight, a, b, sign)
+        self.merged = merged
+
+    @torch.no_grad()
+    def add_product_(self, weight: Tensor, a: Tensor, b: Tensor, sign: int = 1) -> None:
+        """Adds sign (alpha / r) B A to this rank's shard of the weight, of these factors."""
         sharding = self.base_layer.weight_layout[0][0]
         _, p, rank = self.tp_group
         column = sharding.dim == 0
@@ -193,7 +199,6 @@ class LoRALinear(ParallelModule):
             left, right = (share, a) if column else (b, share)
             wide = torch.promote_types(weight.dtype, torch.float32)
             target.copy_(target + sign * self.scaling * (left.to(wide, copy=True) @ right.to(wide)))
-        self.merged = merged
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._refuse_merged(prefix)

@@ -207,6 +207,10 @@ def pipeline_stages(
         context=context or _no_context,
     )
     pipeline.set_up(setup, shapes)
+    # No stage says what files of the whole model are: its class and options do, without the tensors of other stages
+    options_of_model = {name: model.__dict__.get(name) for name in ("config", "tp_ext_plan", "_weight_conversions")}
+    for stage in own_stages.values():
+        stage.__dict__["tp_whole_model"] = type(model), options_of_model
     note_parallelized(model)
     return pipeline
 
