@@ -347,8 +347,8 @@ LAYERS = [
     _bug(
         "lora_scale",
         "nn/lora.py",
-        "self.r, self.scaling, self.dropout, self.merged = r, alpha / r, dropout, False",
-        "self.r, self.scaling, self.dropout, self.merged = r, alpha, dropout, False",
+        "self.r, self.scaling, self.dropout, self.merged, self.disabled = r, alpha / r, dropout, False, False",
+        "self.r, self.scaling, self.dropout, self.merged, self.disabled = r, alpha, dropout, False, False",
         "An adapter is scaled by alpha instead of alpha / r.",
         "nn/test_lora.py::test_outputs_and_all_gradients_are_those_of_plain_torch",
     ),

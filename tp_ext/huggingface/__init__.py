@@ -4,7 +4,7 @@ Only this package imports transformers."""
 
 from tp_ext.checkpoint.expert_names import from_published_experts, to_published_experts
 from tp_ext.huggingface.accelerator import share_batches
-from tp_ext.huggingface.adapters import load_adapter, save_adapter
+from tp_ext.huggingface.adapters import disable_adapters, load_adapter, save_adapter
 from tp_ext.huggingface.context import context_inputs, context_parallel
 from tp_ext.huggingface.load import from_pretrained
 from tp_ext.huggingface.prepare import prepare
@@ -17,6 +17,7 @@ __all__ = [
     "WeightSource",
     "context_inputs",
     "context_parallel",
+    "disable_adapters",
     "from_pretrained",
     "from_published_experts",
     "load_adapter",

@@ -11,11 +11,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tp_ext._checks import check_bool
 from tp_ext.checkpoint.gather import ranks_of, without_data_axes
 from tp_ext.checkpoint.pipeline import agreed_entries, check_same, gather_whole, over_stages, whole_entries
 from tp_ext.group import NOT_GIVEN
+from tp_ext.huggingface.adapter_files import PREFIX, file_names, loaded_adapter
 from tp_ext.huggingface.conversion import TensorGroup, groups_of_model
 from tp_ext.huggingface.save import full_config
 from tp_ext.mesh import mesh_axes
@@ -23,11 +25,11 @@ from tp_ext.model.census import Census, census
 from tp_ext.model.fqn import Entry
 from tp_ext.model.stages import Stages, joined
 from tp_ext.nn.lora import LoRALinear
+from tp_ext.nn.lora_weight import LoRAWeight
 from tp_ext.nn.low_bits import LowBits
 from tp_ext.parallel.run import ParallelRun
 
 EngineNames = Mapping[str, Any] | Callable[[str], Any] | None
-PREFIX = "base_model.model."  # of PEFT, before the names of an adapter's tensors
 
 
 class ParamMeta(NamedTuple):
@@ -155,7 +157,7 @@ class WeightSource:
         self._ranks = ranks_of(known)
 
         def read() -> dict[str, Entry]:
-            plain, self._computed, self._adapters = _plain_entries(known, self._dtype, self._merge)
+            plain, self._computed = _plain_entries(known, self._dtype, self._merge)
             shapes = {name: (entry.shape, entry.value.dtype) for name, entry in plain.items()}
             expected = shapes if self._expected is None else self._expected
             for name in (*expected, *shapes):
@@ -205,7 +207,7 @@ class WeightSource:
         entry = self._entries.get(name)
         if entry is not None and tensor.stages[0] == self._ranks.stage:
             layer = self._computed.get(name)
-            value = entry.value.detach() if layer is None else _computed_weight(layer, entry.value.dtype, self._merge)
+            value = entry.value.detach() if layer is None else _computed_weight(layer, entry.value, self._merge)
             entry = entry._replace(value=value.to(tensor.dtype))
         full = gather_whole(tensor, entry, self._ranks)
         assert full is not None
@@ -240,43 +242,51 @@ def _class_of_source() -> type[WeightSource]:
 
 def _plain_entries(
     known: Census, dtype: torch.dtype | None, merge: bool
-) -> tuple[dict[str, Entry], dict[str, Any], set[str]]:
-    """Returns the entries of a model as if it had neither adapters nor quantised weights; the layers whose weights must
-    be computed, by the name of the weight; and the names of the adapters' tensors, which come last.
+) -> tuple[dict[str, Entry], dict[str, nn.Module]]:
+    """Returns the entries of a model as if it had neither adapters nor quantised weights, then those of the adapters
+    that are not to be merged; and the layers whose weights must be computed, by the name of the weight.
 
     Raises:
         ValueError: see :func:`weight_source`.
     """
-    layers = [layer for layer in known.layers.values() if isinstance(layer, LoRALinear)]
-    base_of = {layer.base_layer: layer for layer in layers}
-    factors = {factor for layer in layers for factor in (layer.lora_A, layer.lora_B)}
-    state = known.state()
+    linears = [layer for layer in known.layers.values() if isinstance(layer, LoRALinear)]
+    base_of: dict[nn.Module, nn.Module] = {layer.base_layer: layer for layer in linears}
+    for _, module in known.modules:
+        if isinstance(module, ParametrizationList) and isinstance(module[0], LoRAWeight):
+            base_of[module] = module[0]
+    state, record = known.state(), loaded_adapter(known)
+    of_files = file_names(known, state)
+    originals = {} if record is None else record.originals
     entries: dict[str, Entry] = {}
-    computed: dict[str, Any] = {}
+    computed: dict[str, nn.Module] = {}
     adapters: dict[str, Entry] = {}
     for name, entry in state.items():
         if entry.extra:
             continue
-        if entry.owner in factors:
-            adapters[PREFIX + name] = entry
-            continue
-        layer: Any = base_of.get(entry.owner)  # type: ignore[call-overload]
-        if layer is not None:
-            name = f"{name.removesuffix(f'base_layer.{entry.local}')}{entry.local}"
+        if name in of_files:
+            adapters[PREFIX + of_files[name]] = entry
+            if name not in originals:
+                continue
+            entry = entry if merge else entry._replace(value=originals[name])
+        layer = base_of.get(entry.owner)
+        local = entry.local
+        if isinstance(layer, LoRAWeight):
+            name, local = name.replace("parametrizations.", "").removesuffix(".original"), "weight"
+        elif layer is not None:
+            name = f"{name.removesuffix(f'base_layer.{local}')}{local}"
         form = getattr(entry.owner, "form", None)
-        if isinstance(form, LowBits) and entry.local in ("weight_packed", "weight_scale"):
-            if entry.local == "weight_scale":
+        if isinstance(form, LowBits) and local in ("weight_packed", "weight_scale"):
+            if local == "weight_scale":
                 continue
             if dtype is None:
                 raise ValueError(f"dtype: must be given, since {name!r} is a weight in {form.bits} bits")
-            name = f"{name.removesuffix('_packed')}"
             rows, columns = entry.value.shape
             # Its shape alone is read
             shape = rows, columns * (2 if form.bits == 4 else 1)
             value = torch.empty((), dtype=dtype, device=entry.value.device).expand(shape)
-            entry = entry._replace(local="weight", layout=form.layout, value=value)
+            name, entry = name.removesuffix("_packed"), entry._replace(layout=form.layout, value=value)
             layer = layer or entry.owner
-        elif layer is not None and merge and entry.local == "weight":
+        elif layer is not None and merge and local == "weight":
             if sum(other.value is entry.value for other in state.values()) > 1:
                 raise ValueError(
                     f"merge_adapters: {name!r} is another layer's weight, which must not get the adapter; untie it"
@@ -286,12 +296,16 @@ def _plain_entries(
         entries[name] = entry
         if layer is not None:
             computed[name] = layer
-    return entries | ({} if merge else adapters), computed, set(adapters)
+    return entries | ({} if merge else adapters), computed
 
 
 @torch.no_grad()
-def _computed_weight(layer: Any, dtype: torch.dtype, merge: bool) -> Tensor:
-    """Returns this rank's shard of the weight of a layer, dequantised and with the adapter in it."""
+def _computed_weight(layer: Any, value: Tensor, merge: bool) -> Tensor:
+    """Returns this rank's shard of the weight of a layer, dequantised and with the adapter in it; ``value`` is that of
+    the entry."""
+    if isinstance(layer, LoRAWeight):
+        factors = layer.lora_A, layer.lora_B, layer.lora_magnitude
+        return layer.adapted(without_data_axes(value), *(f if f is None else without_data_axes(f) for f in factors))
     base = layer.base_layer if isinstance(layer, LoRALinear) else layer
     if isinstance(base.form, LowBits):
         weight = base.form.dequantized(*map(without_data_axes, (base.weight_packed, base.weight_scale)))
@@ -301,7 +315,7 @@ def _computed_weight(layer: Any, dtype: torch.dtype, merge: bool) -> Tensor:
         a, b = layer.lora_A.weight, layer.lora_B.weight
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         layer.add_product_(weight, without_data_axes(a), without_data_axes(b))
-    return weight.to(dtype)
+    return weight
 
 
 def _parts_of(entries: Mapping[str, Entry]) -> dict[str, tuple[int, list[int]]]:

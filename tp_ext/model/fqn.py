@@ -98,7 +98,8 @@ def resolve_fqn(
     root = model.stage_of(key) if isinstance(model, JoinedStages) else model
     module, name, parametrized = _place_of(root, path, Places() if places is None else places)
     layout = layout_of(module, local, group)
-    if not layout and parametrized is not None:
+    # A parametrization that declares its layouts knows them
+    if not layout and parametrized is not None and "tp_layouts" not in module.__dict__:
         layout = _layout_of_parametrization(key, *parametrized, module, local)
     return Entry(f"{name}.{local}" if name else local, module, local, layout, value, copy_of)
 

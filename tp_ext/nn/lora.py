@@ -36,6 +36,7 @@ from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
 from tp_ext.nn.dropout import layer_dropout
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.nn.lora_weight import LoRAWeight
 from tp_ext.nn.low_bits import LowBits, QuantizedLinear
 from tp_ext.nn.replicated_linear import ReplicatedLinear
 from tp_ext.random import Constant, torch_linear_init
@@ -82,7 +83,7 @@ class LoRALinear(ParallelModule):
         group = base.tp_group.name or None
         super().__init__(group, sequence_parallel=base.sequence_parallel)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.r, self.scaling, self.dropout, self.merged = r, alpha / r, dropout, False
+        self.r, self.scaling, self.dropout, self.merged, self.disabled = r, alpha / r, dropout, False, False
         self.base_layer = base.requires_grad_(False)
         # Input and output are scattered and gathered once, here, not by base and adapter each
         self.gathers = isinstance(base, ColumnParallelLinear) and base.gather_output
@@ -130,7 +131,7 @@ class LoRALinear(ParallelModule):
             x = base.scattered(x)
         y = base(x, total_tokens, weight=weight)
         y, bias = y if base.skip_bias_add else (y, None)
-        if not self.merged:
+        if not (self.merged or self.disabled):
             # Where x's gradient is summed elsewhere, B leaves its term of it partial, and A must sum that of its weight
             partial = {"has_own_tokens": True} if self._is_entered else {}
             inner = self.lora_A(self._dropped(x, total_tokens), total_tokens, **partial)
@@ -300,12 +301,17 @@ def merge_lora(model: nn.Module) -> list[str]:
     the names of the layers. They stay frozen.
 
     Raises:
-        ValueError: there is no adapter inside the model; a weight is another layer's, too; see
-            :meth:`LoRALinear.merge`.
+        ValueError: there is no adapter inside the model, or one of a weight (:func:`tp_ext.huggingface.load_adapter`);
+            a weight is another layer's, too; see :meth:`LoRALinear.merge`.
     """
     names, layers = [], [(name, layer) for name, layer in _lora_layers(model) if name]
     if not layers:
         raise ValueError(f"model: {type(model).__name__} must hold a LoRALinear inside")
+    if any(isinstance(module, LoRAWeight) for module in model.modules()):
+        raise ValueError(
+            "model: must not have adapters of weights (Conv1D, embeddings, experts, DoRA), which stay separate; "
+            "tp_ext.huggingface.weight_source gives merged weights"
+        )
     weights = [id(weight) for m in model.modules() if (weight := m._parameters.get("weight")) is not None]
     for name, layer in layers:
         if weights.count(id(layer.base_layer._parameters.get("weight"))) > 1 and not layer.merged:

@@ -153,7 +153,9 @@ def _over(layout: Layout) -> str:
 def _check_parametrization(
     make: Callable[..., None], modules: list[nn.Module], original: Tensor, name: str, layout: Layout
 ) -> None:
-    """Raises unless the parametrization by ``modules`` is one of each shard on its own."""
+    """Raises unless the parametrization by ``modules`` is one of each shard on its own, or declares its layouts."""
+    if all("tp_layouts" in module.__dict__ for module in modules):
+        return
     if whole := OF_THE_WHOLE.intersection(type(module).__name__ for module in modules):
         raise ValueError(
             f"module: 'parametrizations.{name}.original': {min(whole)} must see all of {name}, of which a rank has a "

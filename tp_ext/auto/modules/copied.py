@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from tp_ext.auto.modules.block_functions import BlockFunctions
@@ -248,7 +249,7 @@ class PresentEdits:
             if not isinstance(module, cls):
                 self.refuse(f"the class of a module was set to {type(module).__name__}")
         for names, places in self.tied:
-            _refuse_untied(names, (module._parameters.get(name) for module, name in places))
+            _refuse_untied(names, (_parameter(module, name) for module, name in places))
 
     @staticmethod
     def refuse(why: str) -> None:
@@ -266,6 +267,14 @@ def _tied_in(model: nn.Module) -> list[tuple[list[str], list[tuple[nn.Module, st
             if param is not None:
                 places.setdefault(id(param), []).append((f"{path}.{name}".lstrip("."), module, name))
     return [([n for n, _, _ in tied], [(m, name) for _, m, name in tied]) for tied in places.values() if len(tied) > 1]
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a parameter of a module; of one that an adapter computes the one from which it does."""
+    if name in module._parameters or not parametrize.is_parametrized(module, name):
+        return module._parameters.get(name)
+    original: Tensor | None = getattr(module.parametrizations[name], "original", None)  # type: ignore[index]
+    return original
 
 
 def _refuse_untied(names: list[str], params: Iterable[Tensor | None]) -> None:
