@@ -14,6 +14,8 @@ import tp_ext
 from tests.auto.architectures import build
 from tests.helpers import simulated
 from tp_ext import auto, huggingface
+from tp_ext.checkpoint.gather import gather_full, ranks_of
+from tp_ext.model.census import census
 
 transformers.utils.logging.disable_progress_bar()
 R = {"r": 4, "lora_alpha": 6, "init_lora_weights": False}
@@ -93,12 +95,21 @@ def _read(group, name, path):
     huggingface.load_adapter(model, path / f"saved{dist.get_world_size(group)}")  # into the layers that are there
     assert torch.equal(logits_of(model, example), logits)
     model.train()(**example).loss.backward()
-    gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
-    assert gradients and all(gradient is not None for gradient in gradients.values())
+    known, layouts = census(model), dict(tp_ext.layouts(model))
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = {key: gather_full(p.grad, layouts[key], ranks_of(known)) for key, p in trained.items()}
     sharded, example = made(name)
     auto.apply(auto.plan(sharded, example, dist.get_world_size(group)), sharded, group)
     merged = {} if name in ("tied", "gpt2") else dict(huggingface.weight_source(model))
-    return logits, base, torch.equal(base, logits_of(sharded, example)), merged
+    return logits, base, torch.equal(base, logits_of(sharded, example)), merged, gradients
+
+
+def check_gradients(found, expected):
+    """Gradients of all factors and replaced tensors are those of one rank, which are taken first."""
+    assert found and (not expected or found.keys() == expected.keys())
+    for key, gradient in found.items():
+        wanted = expected.setdefault(key, gradient)
+        assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-9, key
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,10 +128,12 @@ def test_kinds_of_peft(kind, tmp_path):
     assert (expected - logits_of(dense, example)).abs().max() > 1e-3
     # As an engine would get them: PEFT's own merge
     merged = copy.deepcopy(theirs).merge_and_unload().state_dict()
+    gradients = {}
     for p in (1, 2):
-        for logits, base, is_base, found in simulated.run(_read, p, name, tmp_path):
+        for logits, base, is_base, found, of_rank in simulated.run(_read, p, name, tmp_path):
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
             assert is_base
+            check_gradients(of_rank, gradients)
             for key, tensor in found.items():
                 if key in merged:  # experts have other names in files
                     torch.testing.assert_close(tensor, merged[key], rtol=1e-5, atol=1e-6, msg=key)
@@ -203,10 +216,12 @@ def test_kinds_of_files_are_the_weights_that_they_stand_for(kind, tmp_path):
     if name == "gpt2" and "embedding" in kind:  # the head keeps the base's table
         dense.lm_head.weight = torch.nn.Parameter(dense.lm_head.weight.detach().clone())
     expected = logits_of(_merge(dense, kind, tensors), example)
+    gradients = {}
     for p in (1, 2):
-        for logits, base, is_base, _ in simulated.run(_read, p, name, tmp_path):
+        for logits, base, is_base, _, of_rank in simulated.run(_read, p, name, tmp_path):
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
             assert is_base and (base - expected).abs().max() > 1e-3
+            check_gradients(of_rank, gradients)
         found = load_file(tmp_path / f"saved{p}" / "adapter_model.safetensors")
         assert found.keys() == {f"base_model.model.{key}" for key in tensors}
         assert all(torch.equal(found[f"base_model.model.{key}"], tensor) for key, tensor in tensors.items())
