@@ -109,7 +109,7 @@ def check_gradients(found, expected):
     assert found and (not expected or found.keys() == expected.keys())
     for key, gradient in found.items():
         wanted = expected.setdefault(key, gradient)
-        assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-9, key
+        assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6, key  # that of a bias of keys is 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
