@@ -57,6 +57,11 @@ def accept(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def accepts_shards(value: object) -> bool:
+    """Returns whether the value is an optimizer that :func:`accept` was given."""
+    return isinstance(value, Optimizer) and _checked.get(value, ()) is None
+
+
 def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
     """Returns the name of the optimizer's class if its updates look beyond an element; empty if they do not. Ours
     compute with full matrices. One that cannot be run by itself looks beyond, except for torch's with other names."""
@@ -81,7 +86,7 @@ def beyond_elements(optimizer: Optimizer, with_closure: bool = False) -> str:
 
 def find_beyond_elements(model: Census, optimizer: Optimizer) -> Iterator[str]:
     """Yields a sentence if such an optimizer holds parameters that are sharded. Communicates nothing."""
-    if _checked.get(optimizer, ()) is None:
+    if accepts_shards(optimizer):
         return
     inner = getattr(optimizer, "optim", None)  # of ZeroRedundancyOptimizer
     params = {param for group in optimizer.param_groups for param in group["params"]}
