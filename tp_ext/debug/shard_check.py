@@ -210,6 +210,7 @@ class _ShardCheck(TorchFunctionMode):
     def _user_frame(self) -> FrameType | None:
         """Returns the frame of the code that called the function, if it may take a shard for the whole; None if it is
         called by this package, or by ``forward`` of a module that has shards."""
+        # [Note: what asks knows its caller]
         frame: FrameType | None = sys._getframe(2)
         user: FrameType | None = None
         called = ""  # by this frame

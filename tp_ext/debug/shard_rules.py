@@ -241,6 +241,7 @@ def _ordered(shard: KnownShard, tensor: Tensor, view: Tensor) -> KnownShard:
     return same if view.shape == home[0] else shard._replace(dims=mixed, home=home)
 
 
+# [Note: views of shards are found by running them]
 _LENGTH = 1009  # in place of a sharded dim's length, which differs over the ranks; larger than what is asked of a part
 
 
