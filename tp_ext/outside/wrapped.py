@@ -143,41 +143,14 @@ WRAPPED = [
         for name, parameters in {"_flatten": "tensors", "_flatten_as_ptr": "tensors, keep_alive_buffer"}.items()
     ),
     Wrapped("torch.nn.init", "", "_calculate_fan_in_and_fan_out", "tensor", "initialisers.fans", "init= of the layer"),
-    Wrapped(
-        "torch.nn",
-        "Module",
-        "state_dict",
-        "self, *args, destination=None, prefix='', keep_vars=False",
-        "state_dicts.module_state_dict",
-        _CHECKPOINT,
-        always=True,
-    ),
-    Wrapped(
-        "torch.nn",
-        "Module",
-        "load_state_dict",
-        "self, state_dict, strict=True, assign=False",
-        "state_dicts.module_load_state_dict",
-        _CHECKPOINT,
-        always=True,
-    ),
-    Wrapped(
-        "torch.optim",
-        "Optimizer",
-        "state_dict",
-        "self",
-        "state_dicts.optimizer_state_dict",
-        _CHECKPOINT,
-        True,
-    ),
-    Wrapped(
-        "torch.optim",
-        "Optimizer",
-        "load_state_dict",
-        "self, state_dict",
-        "state_dicts.optimizer_load_state_dict",
-        _CHECKPOINT,
-        True,
+    *(
+        Wrapped(module, kind, name, parameters, f"state_dicts.{kind.lower()}_{name}", _CHECKPOINT, always=True)
+        for module, kind, name, parameters in (
+            ("torch.nn", "Module", "state_dict", "self, *args, destination=None, prefix='', keep_vars=False"),
+            ("torch.nn", "Module", "load_state_dict", "self, state_dict, strict=True, assign=False"),
+            ("torch.optim", "Optimizer", "state_dict", "self"),
+            ("torch.optim", "Optimizer", "load_state_dict", "self, state_dict"),
+        )
     ),
     Wrapped(
         "torch.distributed._state_dict_utils",
