@@ -100,6 +100,22 @@ def averages(model):
     return tp_ext.full_state_dict(average.module)
 
 
+def declared(model):
+    """A layer of torch with a shard, whose forward knows it."""
+    layer = nn.Linear(4, model.up.weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(model.up.weight.detach().clone())
+    tp_ext.declare_layouts(layer, {"weight": model.up.tp_layouts["weight"]})
+    outer = nn.Sequential(layer)
+    outer.float().double()
+    outer(X).square().mean().backward()
+    average = copy.deepcopy(outer)
+    torch.optim.SGD(outer.parameters(), 0.1).step()
+    with torch.no_grad():
+        torch._foreach_lerp_(list(average.parameters()), list(outer.parameters()), 0.1)
+    outer.zero_grad(set_to_none=False)
+    return tp_ext.full_state_dict(average)
+
+
 def _optimizers():
     for kind in ["Adam", "AdamW", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop", "Adagrad", "RMSprop", "SGD"]:
         for option in ("foreach", "fused", ""):
@@ -114,7 +130,9 @@ def _optimizers():
     yield "Muon of tp_ext", _loop(lambda params: tp_ext.optim.Muon(params, 0.01))
 
 
-ORDINARY = dict(_optimizers()) | {loop.__name__: loop for loop in (states_and_checkpoints, parametrized, averages)}
+ORDINARY = dict(_optimizers()) | {
+    loop.__name__: loop for loop in (states_and_checkpoints, parametrized, averages, declared)
+}
 
 
 @pytest.mark.parametrize("name", ORDINARY)

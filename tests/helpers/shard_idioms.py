@@ -312,6 +312,7 @@ RIGHT = {
     "signs": changed(lambda grad: grad.copy_(grad.sign().nan_to_num_().clamp(-1, 1))),
     "hook of single elements": hooked(lambda p: p.register_hook(lambda grad: grad.clamp(-0.01, 0.01).sign())),
     "average": average, "AveragedModel": averaged_model, "task vector": task_vector, "vectors": vectors,
+    "names of arguments": of_weights(lambda model: model.up.weight.sub_(torch.zeros_like(input=model.up.weight))),
     "functional_call": called_with_others,
     "one column": of_weights(lambda model: model.up.weight.sub_(model.up.weight[:, :1])),
     "masks": of_weights(masked),
@@ -363,7 +364,8 @@ REFUSED = {
     "rows of a loop": (lambda m: [row.abs() for row in m.up.weight], "unbind"),
     "a row set": (of_weights(lambda m: m.up.weight.__setitem__(3, 0)), "__setitem__"),
     "pruned by rank": (
-        of_weights(lambda m: m.up.weight.mul_(m.up.weight.abs() > m.up.weight.abs().flatten().kthvalue(5).values)), "kthvalue"
+        of_weights(lambda m: m.up.weight.mul_(m.up.weight.abs() > m.up.weight.abs().flatten().kthvalue(5).values)),
+        "kthvalue",
     ),
     "spectral norm": (lambda m: torch.linalg.matrix_norm(m.up.weight, 2), "linalg_matrix_norm"),
     "standard deviations": (lambda m: [p.std() for p in m.parameters()], "std"),
@@ -372,5 +374,8 @@ REFUSED = {
     "mixed layouts": (
         of_weights(lambda m: m.up.weight.add_(m.down.weight.view_as(m.up.weight))), "add_"
     ),
+    "copy by name": (lambda m: torch.clone(input=m.up.weight).norm(), "norm"),
+    "indices of a mask": (lambda m: torch.where(m.up.weight > 0)[0].abs(), "where"),
+    "dims put in place": (lambda m: m.up.weight.detach().clone().unsqueeze_(-1).amax(0).sum(-1), "amax"),
     "equal to before": (equal_to_before, "equal"),
 }  # fmt: skip

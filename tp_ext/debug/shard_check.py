@@ -164,7 +164,7 @@ class _ShardCheck(TorchFunctionMode):
         result = func(*args, **kwargs)
         for value, shard in mark(result):
             # Code of this package writes shards into full tensors, and joins them to such
-            if value not in self._known and ((value is result and not shard.packed) or self._user_frame() is not None):
+            if (value is result and not shard.packed) or self._user_frame() is not None:
                 self._mark(value, shard)
         return result
 

@@ -88,10 +88,10 @@ _QUERIES = _names(
     "is_floating_point is_signed is_same_size is_pinned is_shared is_conj is_neg _is_view get_device result_type "
     "__len__ __hash__ __repr__ __format__ __reduce_ex__ __set__ storage untyped_storage _typed_storage retain_grad "
     "backward requires_grad_ register_hook register_post_accumulate_grad_hook record_stream new_empty new_zeros "
-    "new_ones new_full new_tensor"
+    "new_ones new_full new_tensor set_ is_set_to module_load _has_compatible_shallow_copy_type"
 )
 _COPIES = _names(
-    "data clone detach detach_ contiguous to type float double half bfloat16 cpu cuda alias pin_memory share_memory_ "
+    "data clone detach detach_ contiguous to type float double half bfloat16 type_as cpu cuda pin_memory share_memory_ "
     "zeros_like ones_like full_like empty_like conj resolve_conj resolve_neg tensor as_tensor __deepcopy__ grad"
 )
 # Of single elements, without aten's tag of such functions
@@ -152,8 +152,9 @@ def shards_in(known: KnownShards, values: Any) -> list[KnownShard]:
 def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], known: KnownShards) -> Marker:
     """Returns what marks the results of a function that is called with shards; raises RefusedCallError if it must not
     be called."""
-    shard = known.get(args[0]) if args and isinstance(args[0], Tensor) else None
-    if name in _QUERIES:
+    args = args or [kwargs.get("input", kwargs.get("self", kwargs.get("tensors")))]
+    shard = known.get(args[0]) if isinstance(args[0], Tensor) else None
+    if name in _QUERIES or (shard is None and name in _ORDERED):  # of a shard the sizes alone
         return lambda _: iter(())
     if name in _COPIES:
         return lambda made: ((made, shard) for _ in [0] if shard and getattr(made, "shape", None) == args[0].shape)
@@ -176,6 +177,8 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], known:
             return lambda made: ((value, _reduced(shard, args[0], dims, value)) for value in _tensors(made))
     hint = next((hint for hint, names in _HINTS.items() if name in names), "")
     # Of two tensors max and min are elementwise
+    if name == "where" and len(args) == 1:  # the indices of a mask
+        raise RefusedCallError(_PLACE)
     if (name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)) or (
         not hint and _is_elementwise(name)
     ):
@@ -250,6 +253,7 @@ def _placed(name: str, shard: KnownShard, args: Sequence[Any], kwargs: Mapping[s
     whole = torch.empty(
         [_LENGTH if i - args[0].dim() in shard.dims else n for i, n in enumerate(args[0].shape)], device="meta"
     )
+    strides = whole.stride()  # a view in place changes them
     try:
         member = getattr(whole, name)
         views = _tensors(member if isinstance(member, Tensor) else member(*args[1:], **kwargs))
@@ -258,7 +262,7 @@ def _placed(name: str, shard: KnownShard, args: Sequence[Any], kwargs: Mapping[s
     known = []
     for view in views:
         places = {(view.size(i), view.stride(i)): i - view.dim() for i in range(view.dim())}
-        dims = [places.get((_LENGTH, whole.stride(dim))) for dim in shard.dims]
+        dims = [places.get((_LENGTH, strides[dim])) for dim in shard.dims]
         if None in dims:
             raise RefusedCallError(_PLACE)
         known.append(shard._replace(dims=tuple(dim for dim in dims if dim is not None), home=None))
