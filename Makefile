@@ -5,7 +5,7 @@
 #   TORCH=2.11.0 VENV=.venv-2.11   another torch, in an environment of its own
 #   TP_EXT_CUDA=0|1|auto           CUDA kernels; default: only where there is a GPU
 #   TORCHES='2.11.0 2.15.0' PYTHONS='python3.11 python3.13'  those of make wheels and make wheels-check
-#   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'  PART=2 (of gpu-check)
+#   PYTEST_ARGS='-k linear'  WORKERS=2 (processes that run tests)  BENCH_ARGS=--full  BENCH_OUT=benchmarks/results  GPU_CHECK_ARGS='--stages graphs'  PART=2 (of gpu-check)  BASE=main (of test-changed)
 
 PYTHON ?= python3
 TORCH ?= 2.15.0
@@ -18,6 +18,7 @@ BENCH_ARGS ?=
 GPU_CHECK_ARGS ?=
 GPU_TUNE_ARGS ?=
 PART ?= 1
+BASE ?= main
 BENCH_OUT ?= runs/bench
 
 GPU_ARCHS := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
@@ -43,12 +44,13 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-3d test test-all smoke lint docs bench gpu-check gpu-tune cuda-check wheels wheels-check build clean FORCE
+.PHONY: help demo demo-3d test test-changed test-all smoke lint docs bench gpu-check gpu-tune cuda-check wheels wheels-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
 	@echo 'make demo-3d  trains it on three meshes of 8 ranks, all axes, and on one rank'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
+	@echo 'make test-changed  runs, for a minute, those that the changes since $(BASE) reach, nearest first'
 	@echo 'make test-all  runs them in all cases, where make test thins large grids'
 	@echo 'make smoke   shows in two minutes that the installation works'
 	@echo 'make lint    checks format, style and types'
@@ -75,6 +77,10 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pyte
 
 test: $(BUILT) $(STAMPS)/test
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-changed: $(BUILT) $(STAMPS)/test
+	@files=$$($(BIN)/python -m tests.changed --base $(BASE) --workers $(WORKERS)) || exit 1; \
+		[ -z "$$files" ] || $(PYTEST) $$files $(PYTEST_ARGS)
 
 test-all: $(BUILT) $(STAMPS)/test
 	$(PYTEST) --exhaustive $(PYTEST_ARGS)

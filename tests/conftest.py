@@ -33,6 +33,7 @@ LONG_FILES = [
 
 _GPUS = range(torch.cuda.device_count())
 _skips: collections.Counter[str] = collections.Counter()
+_seconds: collections.Counter[str] = collections.Counter()  # of test files
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,6 +117,7 @@ def _no_patch_stays():
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
     if report.skipped and not hasattr(report, "wasxfail"):
         where = report.longrepr
         _skips[where[2] if isinstance(where, tuple) else str(where)] += 1
@@ -126,5 +128,10 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     ranks.close()
+    config = session.config
+    parts = config.getoption("keyword") or config.getoption("markexpr") or "TP_EXT_SHARD" in os.environ
+    if not parts and not hasattr(config, "workerinput") and hasattr(config, "cache"):
+        kept = config.cache.get("tp_ext/seconds", {})
+        config.cache.set("tp_ext/seconds", kept | {file: round(t, 1) for file, t in _seconds.items()})
