@@ -4,6 +4,7 @@ import ast
 import graphlib
 import re
 import sys
+import tokenize
 from functools import cache
 
 import pytest
@@ -426,33 +427,39 @@ def test_files_are_short():
     assert long.keys() == WHOLE.keys() and max(long.values()) <= 600, long
 
 
-# Lines of a folder of the package: raised by hand, in the commit that needs more, which says what they are for
+# Tokens of a folder, without comments: a docstring or a line break costs nothing. The sum may fall, never rise: what a
+# folder needs more another gives, in the same commit
 BUDGETS = {
-    "": 4680,  # one check of paths, ranks of a group, whose random generator counts, types of tensors on the ranks
-    "_ops": 1700,  # float8, products of few tokens with few bits, all-reduce and norm
-    "auto": 15300,  # direct calls, blocks of tp_invariant, what a call and a copy are proven for, objects in arguments
-    "checkpoint": 5160,  # readers of files of others, tied entries
-    "debug": 2640,  # one digest of a model, rules of tp_invariant and float8, the order of collectives
-    "elastic": 1450,  # what must be equal in all replicas
-    "huggingface": 2200,  # weights that are quantised as they are read, draws of samplers, generators of checkpoints
-    "lightning": 350,
-    "low_precision": 900,  # float8
-    "mesh_program": 1490,  # shards of uneven lengths
-    "model": 1970,  # reasons at branches, parameters that a handle knows, attributes of parameters
-    "nn": 7050,  # forms in blocks of tp_invariant, multi-token prediction, weights of few bits, float8, ends in a norm
-    "optim": 1150,
-    "outside": 2250,  # trials of optimizers in blocks, ranks whose shards are empty
-    "parallel": 4200,  # trees of microbatches
-    "planner": 3700,  # a model as it runs, a CPU as it is measured, families of configurations, checks of all values
-    "refit": 1650,  # rows that go without a copy, models that have changed, states that a target needs
-    "simulation": 900,
-    "verify": 1700,  # reasons at branches
+    "": 28000,
+    "_ops": 6500,
+    "auto": 125500,
+    "checkpoint": 35500,
+    "debug": 19000,
+    "elastic": 9800,
+    "huggingface": 14500,
+    "lightning": 2300,
+    "low_precision": 6100,
+    "mesh_program": 10900,
+    "model": 11300,
+    "nn": 46000,
+    "optim": 8200,
+    "outside": 15500,
+    "parallel": 27500,
+    "planner": 29500,
+    "refit": 12500,
+    "simulation": 5800,
+    "verify": 13600,
 }
+SUM = 428000
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
 def test_folders_stay_within_their_budgets():
-    lines = dict.fromkeys(BUDGETS, 0)
+    tokens = dict.fromkeys(BUDGETS, 0)
     for file in PACKAGE:
-        lines[place(module_name(file))[0]] += len(file.read_text().splitlines())
-    assert {name for name, number in lines.items() if number > BUDGETS[name]} == set(), lines
-    assert {name for name, number in lines.items() if number < BUDGETS[name] - 200} == set(), "lower them"
+        with file.open() as lines:
+            counted = (token.type not in LAYOUT for token in tokenize.generate_tokens(lines.readline))
+            tokens[place(module_name(file))[0]] += sum(counted)
+    assert {name for name, number in tokens.items() if number > BUDGETS[name]} == set(), tokens
+    assert {name for name, number in tokens.items() if number < BUDGETS[name] - 1000} == set(), "lower them, and SUM"
+    assert sum(BUDGETS.values()) <= SUM <= sum(BUDGETS.values()) + 1000
