@@ -91,8 +91,9 @@ def test_trainer_trains_as_one_process(folder, tmp_path, monkeypatch):
 
 
 def _trainer_over_a_part(group, folder):
-    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-    huggingface.Trainer(huggingface.from_pretrained(folder, group=pair), None)
+    part = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() // 2]
+    with torchrun(group):
+        huggingface.Trainer(huggingface.from_pretrained(folder, group=part), _options(folder))
 
 
 def _trainer_without_torchrun(group, folder):
@@ -100,8 +101,8 @@ def _trainer_without_torchrun(group, folder):
 
 
 def test_trainer_refuses_what_is_not_sharded_over_all_ranks(folder):
-    match = "model: is sharded over 2 ranks and must be sharded over all 4 ranks of the job"
-    run_raises(_trainer_over_a_part, 4, ValueError, match, folder)
+    match = r"model: is sharded over the groups of ranks \[\[0, 1\], \[2\]\], which must be equally large"
+    run_raises(_trainer_over_a_part, 3, ValueError, match, folder)
     run_raises(_trainer_without_torchrun, 2, ValueError, "args: know of 1 processes", folder)
     with pytest.raises(ValueError, match="model: is not sharded and must be"):
         huggingface.Trainer(transformers.LlamaForCausalLM.from_pretrained(folder))

@@ -9,7 +9,7 @@ from tp_ext.huggingface.context import context_inputs, context_parallel
 from tp_ext.huggingface.load import from_pretrained
 from tp_ext.huggingface.prepare import prepare
 from tp_ext.huggingface.save import save_pretrained
-from tp_ext.huggingface.trainer import Trainer
+from tp_ext.huggingface.trainer import Trainer, trainer_for
 from tp_ext.huggingface.weight_source import WeightSource, weight_source
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "save_pretrained",
     "share_batches",
     "to_published_experts",
+    "trainer_for",
     "weight_source",
 ]

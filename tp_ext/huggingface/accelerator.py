@@ -25,7 +25,7 @@ from tp_ext._object_collectives import broadcast_from_first
 from tp_ext.group import process_group
 from tp_ext.parallel.grad_norm import clip_grad_norm_
 
-_SHARDS = {  # methods that would write or read this rank's shards as if they were the model
+SHARDS = {  # methods that would write or read this rank's shards as if they were the model
     "save_state": "tp_ext.save_checkpoint",
     "load_state": "tp_ext.load_checkpoint",
     "save_model": "tp_ext.huggingface.save_pretrained",
@@ -69,8 +69,8 @@ def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> acce
     if world > 1:
         share(accelerator, model)
         accelerator.gather_for_metrics = functools.partial(without_repeated_rows, accelerator)
-        for name, advice in _SHARDS.items():
-            setattr(accelerator, name, _refused(name, advice))
+        for name, advice in SHARDS.items():
+            setattr(accelerator, name, refused(name, advice))
     return accelerator
 
 
@@ -213,7 +213,7 @@ def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:
     return model if set(map(id, listed)) >= set(map(id, model.parameters())) else listed
 
 
-def _refused(name: str, advice: str) -> Any:
+def refused(name: str, advice: str) -> Any:
     def raises(*args: Any, **options: Any) -> None:
         raise RuntimeError(f"accelerator.{name}: knows of no shards; call {advice}")
 

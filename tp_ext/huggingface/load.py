@@ -255,6 +255,8 @@ def _prepared(
     with of_file(path / CONFIG, cls.__name__), torch.device("meta"):
         model = cls._from_config(config, dtype=dtype)
     _cast_to_float(model, dtype)
+    # As transformers: trainers load tokenizers and references from there
+    model.name_or_path = model.config._name_or_path = str(path)
     refuse_quantised_files(files, model, path)
     groups, conversions = groups_to_load(model, _shapes(files))
     left = _matched(model, groups, path, {name: tensor.shape for name, tensor in model.state_dict().items()}, strict)

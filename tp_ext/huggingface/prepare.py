@@ -83,6 +83,14 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return accelerator.prepare(model, *others)
+    AcceleratorMethods(accelerator, model, shared_mesh(accelerator, model, others, world))
+    return accelerator.prepare(model, *others)
+
+
+def shared_mesh(accelerator: Any, model: nn.Module, others: Sequence[Any], world: int) -> DeviceMesh:
+    """Returns the mesh ``dp`` x ``tp`` of a job whose ranks share models; their weights are the same along ``dp`` then.
+
+    Communicates and raises as :func:`prepare`."""
     everyone = process_group(dist.group.WORLD)
     own_ranks = call_and_gather(everyone, lambda: _checked_ranks(accelerator, model, others, world))
     mesh = _mesh(accelerator, own_ranks, world)
@@ -94,8 +102,7 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
     # Before the broadcast: NCCL sends tensors of the GPU alone
     model.to(accelerator.device)
     copy_from_first(census(model), mesh["dp"])
-    _AcceleratorMethods(accelerator, model, mesh)
-    return accelerator.prepare(model, *others)
+    return mesh
 
 
 def _checked_ranks(accelerator: Any, model: nn.Module, others: Sequence[Any], world: int) -> tuple[int, ...]:
@@ -143,7 +150,7 @@ def _check_folder(folder: Any) -> None:
         )
 
 
-class _AcceleratorMethods:
+class AcceleratorMethods:
     """Replaces the methods of an accelerator that would take each process for a data-parallel rank."""
 
     def __init__(self, accelerator: Any, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -146,3 +146,20 @@ def prepare_data_loader(
                 stacklevel=3,
             )
     return theirs(accelerator, data_loader, device_placement, slice_fn_for_dispatch)
+
+
+def make_accelerator(theirs: Callable[..., None], trainer: Any) -> None:
+    """Makes the accelerator of a trainer of transformers.
+
+    Raises:
+        ValueError: the model is sharded, and the trainer takes each process for a data-parallel rank.
+    """
+    model, kind = trainer.model, type(trainer).__name__
+    # An unsharded model, or one of transformers' own shards, has no layers of ours
+    if isinstance(model, nn.Module) and not getattr(trainer, "shares_model", False):
+        for ranks, name in census(model).sharded_over.items():
+            raise ValueError(
+                f"model: {name!r} is sharded over ranks {list(ranks)}, and {kind} takes each process for a "
+                f"data-parallel rank: use tp_ext.huggingface.trainer_for({kind})"
+            )
+    theirs(trainer)

@@ -241,6 +241,14 @@ TRAINERS = [
         "trainers.prepare_data_loader",
         "tp_ext.huggingface.prepare",
     ),
+    Wrapped(
+        "transformers.trainer",
+        "Trainer",
+        "create_accelerator_and_postprocess",
+        "self",
+        "trainers.make_accelerator",
+        "tp_ext.huggingface.trainer_for(cls)",
+    ),
 ]
 
 _ours: dict[str, Callable[..., Any]] = {}  # by Wrapped.ours, filled by _load

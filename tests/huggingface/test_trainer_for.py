@@ -1,0 +1,259 @@
+"""Trainers of TRL around a sharded model: every logged number and all weights are those of one process."""
+
+import functools
+import os
+
+import pytest
+import torch
+import transformers
+
+import tp_ext
+from tests.helpers.one_plan import run, run_raises
+from tests.huggingface import trl_cases as cases
+from tp_ext import huggingface
+
+trl = pytest.importorskip("trl")
+
+transformers.utils.logging.disable_progress_bar()
+GENERATION = {
+    "dataset": "prompt", "arguments": {"reward_funcs": cases.even_words}, "max_completion_length": 6,
+    "num_generations": 4, "optim": "sgd",
+}  # fmt: skip
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+SGD = {"optim": "sgd"}  # AdamW would enlarge the rounding of the keys' biases, whose gradient is 0
+TRAININGS = {  # trainer, model, options
+    "sft": ("SFTTrainer", "llama", {"dataset": "completion", **EVALUATED}),
+    "sft packed": ("SFTTrainer", "llama", {"packing": True, "max_length": 16}),
+    "sft wrapped": ("SFTTrainer", "llama", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    "sft dft": ("SFTTrainer", "llama", {"loss_type": "dft", "gradient_checkpointing": True}),
+    "sft accumulated": ("SFTTrainer", "qwen2", {"gradient_accumulation_steps": 2, **SGD}),
+    "sft smoothed": ("SFTTrainer", "gpt2", {"label_smoothing_factor": 0.1, **SGD}),
+    "dpo": ("DPOTrainer", "llama", {"dataset": "preference", "loss_type": ["sigmoid", "sft"]}),
+    "dpo reference": ("DPOTrainer", "gpt2", {"dataset": "preference", "arguments": {"ref_model": cases.loaded}, **SGD}),
+    "dpo precomputed": ("DPOTrainer", "llama", {"dataset": "preference", "precompute_ref_log_probs": True}),
+    "dpo weighted": ("DPOTrainer", "qwen2", {"dataset": "preference", "use_weighting": True, **SGD}),
+    "reward": ("RewardTrainer", "reward", {"dataset": "preference", **EVALUATED}),
+    "kto": ("KTOTrainer", "llama", {"dataset": "label"}),
+    "grpo": ("GRPOTrainer", "llama", {**GENERATION, "beta": 0.1}),
+    "grpo iterated": ("GRPOTrainer", "llama", {**GENERATION, "gradient_accumulation_steps": 2, "num_iterations": 2}),
+    "rloo": ("RLOOTrainer", "llama", GENERATION),
+}
+BY_DEFAULT = {("sft", 2), ("sft", 3), ("dpo", 2), ("grpo", 2)}
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _check(found, expected):
+    off, name, weights = cases.difference(found, expected)
+    assert off < 1e-5, name
+    assert weights < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [
+        pytest.param(name, p, marks=() if (name, p) in BY_DEFAULT else pytest.mark.exhaustive)
+        for name in TRAININGS
+        for p in (1, 2, 3)
+    ],
+)
+def test_logs_and_weights_are_those_of_one_process(name, p, tmp_path):
+    trainer, model, options = TRAININGS[name]
+    folder = cases.write_model(model, tmp_path / "model")
+    expected = cases.train(None, trainer, folder, tmp_path / "one", **options)
+    for found in run(cases.train, p, trainer, folder, tmp_path / "ranks", timeout=300, **options):
+        _check(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "sft" else pytest.mark.exhaustive)
+        for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+    ],
+)
+def test_data_axis_has_the_logs_of_data_parallel_processes(name, tmp_path):
+    trainer, model, options = TRAININGS[name]
+    folder = cases.write_model(model, tmp_path / "model")
+    options = options | {"data": 2}
+    if "num_generations" in options:
+        options["num_generations"] = 2
+    expected = run(cases.train, 2, trainer, folder, tmp_path / "plain", plain=True, timeout=300, **options)[0]
+    for found in run(cases.train, 4, trainer, folder, tmp_path / "ranks", tp=2, timeout=300, **options):
+        _check(found, expected)
+
+
+def _with_adapters(model):
+    tp_ext.manual_seed(0)
+    tp_ext.add_lora(model, targets=["q_proj", "o_proj", "up_proj", "down_proj"], r=4, alpha=8.0)
+
+
+@pytest.mark.parametrize("name", ["sft", pytest.param("dpo", marks=pytest.mark.exhaustive)])
+def test_adapters_of_ours(name, tmp_path):
+    trainer, model, options = TRAININGS[name]
+    folder = cases.write_model(model, tmp_path / "model")
+    options = options | {"prepare": _with_adapters, "learning_rate": 1e-2}
+    expected = run(cases.train, 1, trainer, folder, tmp_path / "one", timeout=300, **options)[0]
+    assert expected[0][0]["loss"] != expected[0][2]["loss"]
+    if name == "dpo":  # the reference is the base: no difference before the first step
+        assert expected[0][0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    for found in run(cases.train, 2, trainer, folder, tmp_path / "ranks", timeout=300, **options):
+        _check(found, expected)
+        assert all("lora_" in key for key in found[1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_resumed_runs_are_those_of_one_process(name, tmp_path):
+    trainer, model, options = TRAININGS[name]
+    folder = cases.write_model(model, tmp_path / "model")
+    options = options | {"save_strategy": "steps", "save_steps": 3}
+
+    def resumed(train, out):
+        train(trainer, folder, out, steps=6, **options)
+        return train(trainer, folder, out, steps=6, resume=str(out / "checkpoint-3"), **options)
+
+    expected = resumed(functools.partial(cases.train, None), tmp_path / "one")
+    for found in resumed(functools.partial(run, cases.train, 2, timeout=300), tmp_path / "ranks"):
+        _check(found, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
+def test_a_path_is_read_sharded(name, tmp_path):
+    trainer, model, options = TRAININGS[name]
+    folder = cases.write_model(model, tmp_path / "model")
+    expected = cases.train(None, trainer, folder, tmp_path / "one", **options)
+    for found in run(cases.train, 2, trainer, folder, tmp_path / "ranks", by_path=True, timeout=300, **options):
+        _check(found, expected)
+
+
+def test_rewards_are_computed_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_CALLS", str(tmp_path / "calls"))
+    folder = cases.write_model("llama", tmp_path / "model")
+    run(_with_variable, 2, str(tmp_path / "calls"), folder, tmp_path / "ranks", timeout=300)
+    assert (tmp_path / "calls").read_text().split() == ["4", "4"]
+
+
+def _with_variable(group, calls, folder, out):
+    os.environ["TRL_CALLS"] = calls
+    try:
+        cases.train(group, "GRPOTrainer", folder, out, steps=2, **GENERATION)
+    finally:
+        del os.environ["TRL_CALLS"]
+
+
+def _bad_reward(folder, load):
+    def bad(completions, **others):
+        raise KeyError("no such rule")
+
+    return [bad]
+
+
+def _peft(folder, load):
+    return "LoraConfig()"
+
+
+REFUSALS = [  # trainer, options, message
+    ("SFTTrainer", {"arguments": {"peft_config": _peft}}, "peft_config: must not be given .* tp_ext.add_lora"),
+    ("SFTTrainer", {"use_liger_kernel": True}, "args: use_liger_kernel must be False for a sharded model"),
+    ("SFTTrainer", {"train_sampling_strategy": "batch_rebalance"}, "args: train_sampling_strategy must not be"),
+    ("GRPOTrainer", {**GENERATION, "use_vllm": True}, "args: use_vllm must be False for a sharded model"),
+    ("GRPOTrainer", {**GENERATION, "cast_lm_head_to_fp32": True}, "args: cast_lm_head_to_fp32 must be False"),
+    ("GRPOTrainer", {**GENERATION, "num_generations": 8}, "args: generation_batch_size = 4 over 1 data-parallel ranks"),
+    ("GRPOTrainer", {**GENERATION, "arguments": {"reward_funcs": _bad_reward}}, "no such rule"),
+]
+
+
+def test_what_is_not_right_is_refused(tmp_path):
+    folder = cases.write_model("llama", tmp_path / "model")
+    for trainer, options, match in REFUSALS:
+        kind = KeyError if match == "no such rule" else ValueError
+        run_raises(cases.train, 2, kind, match, trainer, folder, tmp_path / "out", **options)
+    with pytest.raises(TypeError, match=r"cls: <class 'int'> must be transformers.Trainer or a subclass"):
+        huggingface.trainer_for(int)
+    with pytest.raises(TypeError, match="cls: DistillationTrainer of TRL is not known over shards"):
+        huggingface.trainer_for(trl.DistillationTrainer)
+
+
+def test_one_class_for_each():
+    assert huggingface.trainer_for(transformers.Trainer) is huggingface.Trainer
+    made = huggingface.trainer_for(trl.SFTTrainer)
+    assert made is huggingface.trainer_for(trl.SFTTrainer) is huggingface.trainer_for(made)
+    assert issubclass(made, trl.SFTTrainer)
+
+
+class _Other(transformers.Trainer):
+    def save_model(self, output_dir=None, format=None):
+        pass
+
+
+def test_another_signature_is_named():
+    with pytest.raises(
+        TypeError, match=r"cls: _Other.save_model of tests \? has parameters \['self', 'output_dir', 'f"
+    ):
+        huggingface.trainer_for(_Other)
+
+
+def _plain(group, folder, variables):
+    model = huggingface.from_pretrained(folder, group=group)
+    options = transformers.TrainingArguments
+    with cases.processes(group if variables else None):
+        transformers.Trainer(model, options(str(folder / "out"), use_cpu=True, report_to=[]))
+
+
+def test_plain_trainers_name_ours(tmp_path):
+    folder = cases.write_model("llama", tmp_path / "model")
+    for variables in (True, False):
+        match = r"model: '.*' is sharded over ranks \[0, 1\], and Trainer takes .* tp_ext.huggingface.trainer_for\(Trai"
+        run_raises(_plain, 2, ValueError, match, folder, variables)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_fused_head_over_columns(softcap):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 7).double()
+    hidden, targets = torch.randn(5, 8, dtype=torch.double), torch.tensor([0, 6, 3, 3, 5])
+    for p in (1, 2, 3):
+        found = run(_fused, p, head.weight.detach(), head.bias.detach(), hidden, targets, softcap)
+        expected = _dense(head.weight.detach(), head.bias.detach(), hidden, targets, softcap)
+        for values, of_hidden, _ in found:
+            torch.testing.assert_close(values, expected[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(of_hidden, expected[1], rtol=1e-5, atol=1e-6)
+        weights = torch.cat([of_weight for *_, of_weight in found])
+        torch.testing.assert_close(weights, expected[2], rtol=1e-5, atol=1e-6)
+
+
+def _gradients(outputs, hidden, weight):
+    loss = (outputs[0] * torch.arange(1.0, 6.0)).sum() + (outputs[1] ** 2).sum()
+    return torch.autograd.grad(loss, (hidden, weight))
+
+
+def _fused(group, weight, bias, hidden, targets, softcap):
+    from trl.trainer.utils import _ChunkedLogProbFunction
+
+    head = torch.nn.Linear(8, 7).double()
+    head.weight.data, head.bias.data = weight, bias
+    layer = tp_ext.ColumnParallelLinear.from_linear(head, group=group)
+    hidden = hidden.requires_grad_()
+    names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    outputs = _ChunkedLogProbFunction.apply(
+        hidden, layer.weight, layer.bias, targets, 0.7, 4, softcap, 1.3, ("log_probs", *names)
+    )
+    return torch.stack([x.detach().float() for x in outputs]), *_gradients(outputs, hidden, layer.weight)
+
+
+def _dense(weight, bias, hidden, targets, softcap):
+    weight, hidden = weight.requires_grad_(), hidden.detach().requires_grad_()
+    logits = torch.nn.functional.linear(hidden, weight, bias) * 1.3
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
+    logs = logits.log_softmax(-1)
+    chosen = logs.gather(1, targets[:, None])[:, 0]
+    entropy = -(logs.exp() * logs).sum(-1)
+    squares = (2 * logs).logsumexp(-1)
+    outputs = [chosen, entropy, squares, logits.mean(-1), (logits.argmax(-1) == targets).float()]
+    return torch.stack([x.detach().float() for x in outputs]), *_gradients(outputs, hidden, weight)

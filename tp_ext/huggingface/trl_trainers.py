@@ -1,0 +1,191 @@
+"""Trainers of TRL over sharded models: options, gathers, seeds and rewards that would take a rank for a data-parallel
+one, or a shard for the whole, are right under a trainer of :func:`tp_ext.huggingface.trainer_for`, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import accelerate.utils
+import torch
+from huggingface_hub import snapshot_download
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from tp_ext._object_collectives import all_gather_objects, broadcast_from_first
+from tp_ext.huggingface.folder import class_of
+from tp_ext.huggingface.fused_head import check_replaced
+from tp_ext.huggingface.load import from_pretrained
+
+KNOWN = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+_BASE = "_BaseTrainer"
+REFUSED = {  # options of trainers' arguments, and what to do in their place
+    "use_liger_kernel": "its kernels take a shard for the whole",
+    "use_vllm": "vLLM would read a rank's shards; generate by the model itself",
+    "cast_lm_head_to_fp32": "its projection takes a shard of the head for the whole; load the model in fp32",
+    "use_transformers_paged": "its generate_batch knows of no shards",
+    "use_transformers_continuous_batching": "its generate_batch knows of no shards",
+}
+REFUSED_ARGUMENTS = {
+    "peft_config": "PEFT's layers know of no shards; call tp_ext.add_lora(model, ..) before",
+    "quantization_config": "from_pretrained(.., quantize=) quantises a sharded model",
+    "tools": "each rank of a model would call them",
+    "rollout_func": "each rank of a model would call it",
+    "environment_factory": "each rank of a model would call its environments",
+}
+
+
+def check_class(cls: type) -> None:
+    """Raises TypeError for a class of TRL that is not known to be right."""
+    names = [kind.__name__ for kind in cls.__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    if not names:
+        return
+    if names[0] not in KNOWN:
+        raise TypeError(f"cls: {names[0]} of TRL is not known over shards; those known are {', '.join(KNOWN)}")
+    check_replaced()
+
+
+def check_arguments(given: dict[str, Any], options: Any) -> None:
+    """Raises ValueError for arguments of the constructor, and ``options``, its ``args``, that shards make wrong."""
+    for name, reason in REFUSED_ARGUMENTS.items():
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: must not be given for a sharded model: {reason}")
+    for name, reason in REFUSED.items():
+        if getattr(options, name, None):
+            raise ValueError(f"args: {name} must be False for a sharded model: {reason}")
+    # It cuts the batch over all processes itself
+    if getattr(options, "train_sampling_strategy", None) == "batch_rebalance":
+        raise ValueError("args: train_sampling_strategy must not be 'batch_rebalance' for a sharded model")
+
+
+def count_data_ranks(options: Any, data_size: int) -> None:
+    """Counts data ranks alone as the processes of a generation batch; the arguments were made before any model.
+
+    Raises:
+        ValueError: the batch has no whole groups of generations.
+    """
+    steps = getattr(options, "steps_per_generation", None)
+    if steps is None:
+        return
+    before, size = options.generation_batch_size, options.per_device_train_batch_size * data_size * steps
+    for name, batch, count in (
+        ("generation_batch_size", size, options.num_generations),
+        (
+            "per_device_eval_batch_size",
+            options.per_device_eval_batch_size * data_size,
+            getattr(options, "num_generations_eval", None) or options.num_generations,
+        ),
+    ):
+        if batch % count and (name == "generation_batch_size" or options.eval_strategy != "no"):
+            raise ValueError(
+                f"args: {name} = {batch} over {data_size} data-parallel ranks must be a multiple of the {count} "
+                "generations of a prompt; ranks that share a model count once"
+            )
+    if before != size and steps != options.gradient_accumulation_steps:
+        warnings.warn(
+            f"args: generation_batch_size = {before} counts ranks that share a model; it is {size}, by "
+            f"steps_per_generation = {steps}",
+            stacklevel=4,
+        )
+    options.generation_batch_size = size
+
+
+@contextmanager
+def data_processes(trainer: Any) -> Iterator[None]:
+    """Within it, functions of accelerate that the modules of a trainer's classes have imported are over data ranks, and
+    models that they load are sharded."""
+    functions: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "gather": (accelerate.utils.gather, lambda tensor: trainer.accelerator.gather(tensor)),
+        "gather_object": (accelerate.utils.gather_object, lambda rows: _rows_of_all(rows, trainer.data_group)),
+        "set_seed": (accelerate.utils.set_seed, lambda *args, **options: _set_seed(trainer, *args, **options)),
+    }
+    utils = sys.modules.get("trl.trainer.utils")
+    if utils is not None:
+        functions["create_model_from_path"] = (utils.create_model_from_path, lambda *a, **k: _load(trainer, *a, **k))
+    modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules]
+    changed = []
+    for module in modules:
+        if module.__name__.partition(".")[0] in ("transformers", "tp_ext"):
+            continue
+        for name, (theirs, ours) in functions.items():
+            if getattr(module, name, None) is theirs:
+                setattr(module, name, ours)
+                changed.append((module, name, theirs))
+    try:
+        yield
+    finally:
+        for module, name, theirs in changed:
+            setattr(module, name, theirs)
+
+
+def _rows_of_all(rows: list[Any], group: ProcessGroup) -> list[Any]:
+    return [row for rows_of_rank in all_gather_objects(rows, group) for row in rows_of_rank]
+
+
+def _set_seed(trainer: Any, seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds ranks that share a model alike, as one process."""
+    shift = trainer.accelerator.process_index if device_specific else 0
+    accelerate.utils.set_seed(seed + shift, deterministic=deterministic)
+
+
+def _load(trainer: Any, path: str, architecture: Any = None, **options: Any) -> Any:
+    """Loads what TRL would load whole on each rank: the model, by its path, or the reference."""
+    options = {name: value for name, value in options.items() if value not in (None, False) and name != "device_map"}
+    revision = options.pop("revision", None)
+    folder = path if os.path.isdir(path) else snapshot_download(path, revision=revision)
+    config_class = class_of(Path(folder), None).config_class
+    model_class = None if architecture is None else architecture._model_mapping[config_class]
+    dtype = options.pop("dtype", "float32")
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    options["dtype"] = dtype if isinstance(dtype, torch.dtype) else None
+    return from_pretrained(folder, group=trainer.model_group, model_class=model_class, **options)
+
+
+def called_once(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
+    """Returns a reward function that the first of the ranks that share a model calls, for all of them."""
+    logs = {"log_extra", "log_metric"}
+
+    def rewards(**given: Any) -> Any:
+        def call() -> tuple[list[Any], list[tuple[str, tuple[Any, ...]]]]:
+            calls: list[tuple[str, tuple[Any, ...]]] = []
+            kept = {name: (lambda *args, name=name: calls.append((name, args))) for name in logs & given.keys()}
+            result = function(**{**given, **kept})
+            return list(asyncio.run(result) if inspect.isawaitable(result) else result), calls
+
+        values, calls = broadcast_from_first(call, [trainer.sharing_group])
+        for name, args in calls:
+            given[name](*args)
+        return values
+
+    return rewards
+
+
+def share_rewards(trainer: Any) -> None:
+    """Has each reward function of a trainer called once for the ranks that share a model."""
+    functions = getattr(trainer, "reward_funcs", None)
+    for i, function in enumerate(functions or ()):
+        if not isinstance(function, nn.Module):
+            functions[i] = called_once(function, trainer)
+
+
+class DataAccelerator(accelerate.Accelerator):
+    """An accelerator whose processes are the data ranks."""
+
+    data_size: int
+    data_rank: int
+
+    @property
+    def num_processes(self) -> int:
+        return self.data_size
+
+    @property
+    def process_index(self) -> int:
+        return self.data_rank
