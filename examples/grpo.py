@@ -1,6 +1,6 @@
 """GRPO by TRL, tensor-parallel: a tiny model learns by a reward of a rule, the share of vowels in what it writes.
 
-``torchrun --standalone --nproc-per-node 2 examples/grpo.py``: a minute or two on two cores; ``--plot reward.png`` draws
+``torchrun --standalone --nproc-per-node 2 examples/grpo.py``: a minute or two on two cores; ``--plot FILE`` draws
 the reward of each step. The sharded model writes the completions itself, the same on all ranks; one rank calls the
 reward function. Needs ``pip install 'tp_ext[trl]'``.
 """

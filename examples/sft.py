@@ -57,7 +57,7 @@ def rows() -> tuple[datasets.Dataset, datasets.Dataset]:
 def evaluate(trainer: Any, tokenizer: Any, held_out: datasets.Dataset, when: str) -> None:
     """Prints the loss on the held-out numbers and the share that is spelled without a mistake."""
     loss = trainer.evaluate()["eval_loss"]
-    batch = tokenizer(held_out["prompt"], return_tensors="pt", padding=True, padding_side="left")
+    batch = tokenizer(list(held_out["prompt"]), return_tensors="pt", padding=True, padding_side="left")
     ids, mask = batch["input_ids"].to(trainer.model.device), batch["attention_mask"].to(trainer.model.device)
     written = trainer.model.eval().generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
     texts = tokenizer.batch_decode(written[:, ids.shape[1] :], skip_special_tokens=True)
@@ -90,6 +90,7 @@ def main() -> None:
         logging_steps=20,
         save_strategy="no",
         report_to=[],
+        disable_tqdm=True,
         bf16=False,
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
