@@ -27,7 +27,7 @@ TOKENS = 4096  # whose logits a rank holds at once, as in TRL
 def replace_fused_head() -> None:
     """Puts :func:`log_probs` in the place of TRL's autograd function for weights that are sharded."""
     module = sys.modules[MODULE]
-    theirs = getattr(module, NAME, None)
+    theirs: Any = getattr(module, NAME, None)
     found = tuple(inspect.signature(theirs.forward).parameters)[1:] if theirs is not None else ()
 
     class FusedHead:
@@ -54,7 +54,7 @@ def replace_fused_head() -> None:
 
 def check_replaced() -> None:
     """Raises TypeError if the installed TRL has another function, which would take a slice for the whole weight."""
-    if getattr(sys.modules.get(MODULE), NAME, None).__name__ != "FusedHead":
+    if getattr(getattr(sys.modules.get(MODULE), NAME, None), "__name__", "") != "FusedHead":
         version = sys.modules["trl"].__version__
         raise TypeError(f"cls: {MODULE}.{NAME} of TRL {version} must take {PARAMETERS}, as in TRL 1.15 and 1.16")
 

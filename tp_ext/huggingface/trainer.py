@@ -23,7 +23,7 @@ from tp_ext._object_collectives import broadcast_from_first, call_on_all_ranks
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.files.plain_values import read_saved
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict, with_names
-from tp_ext.group import Group
+from tp_ext.group import Group, process_group
 from tp_ext.huggingface.accelerator import SHARDS, refused
 from tp_ext.huggingface.adapters import load_adapter, save_adapter
 from tp_ext.huggingface.load import load_weights
@@ -151,7 +151,7 @@ class Trainer(transformers.Trainer):
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Of TRL: the first rank writes a file that all read; for a data set in memory each rank would name another."""
         path_of = dataset._get_cache_file_path
-        groups = [dist.group.WORLD] if self._ranks > 1 else []
+        groups = [process_group(dist.group.WORLD)] if self._ranks > 1 else []
         dataset._get_cache_file_path = lambda fingerprint: broadcast_from_first(lambda: path_of(fingerprint), groups)
         try:
             return super()._precompute_ref_logps(dataset, *args, **kwargs)

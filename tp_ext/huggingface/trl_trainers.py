@@ -158,7 +158,7 @@ def called_once(function: Callable[..., Any], trainer: Any) -> Callable[..., Any
             calls: list[tuple[str, tuple[Any, ...]]] = []
             kept = {name: (lambda *args, name=name: calls.append((name, args))) for name in logs & given.keys()}
             result = function(**{**given, **kept})
-            return list(asyncio.run(result) if inspect.isawaitable(result) else result), calls
+            return list(asyncio.run(result) if inspect.iscoroutine(result) else result), calls
 
         values, calls = broadcast_from_first(call, [trainer.sharing_group])
         for name, args in calls:
@@ -170,8 +170,8 @@ def called_once(function: Callable[..., Any], trainer: Any) -> Callable[..., Any
 
 def share_rewards(trainer: Any) -> None:
     """Has each reward function of a trainer called once for the ranks that share a model."""
-    functions = getattr(trainer, "reward_funcs", None)
-    for i, function in enumerate(functions or ()):
+    functions: list[Any] = getattr(trainer, "reward_funcs", [])
+    for i, function in enumerate(functions):
         if not isinstance(function, nn.Module):
             functions[i] = called_once(function, trainer)
 
