@@ -22,7 +22,12 @@ GENERATION = {
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 SGD = {"optim": "sgd"}  # AdamW would enlarge the rounding of the keys' biases, whose gradient is 0
 TRAININGS = {  # trainer, model, options
-    "sft": ("SFTTrainer", "llama", {"dataset": "completion", **EVALUATED}),
+    "sft": (
+        "SFTTrainer",
+        "llama",
+        {"dataset": "completion", "arguments": {"compute_metrics": cases.metrics}, **EVALUATED},
+    ),
+    "sft assistant": ("SFTTrainer", "llama", {"dataset": "chat", "assistant_only_loss": True}),
     "sft packed": ("SFTTrainer", "llama", {"packing": True, "max_length": 16}),
     "sft wrapped": ("SFTTrainer", "llama", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     "sft dft": ("SFTTrainer", "llama", {"loss_type": "dft", "gradient_checkpointing": True}),
@@ -160,6 +165,11 @@ def _peft(folder, load):
 
 REFUSALS = [  # trainer, options, message
     ("SFTTrainer", {"arguments": {"peft_config": _peft}}, "peft_config: must not be given .* tp_ext.add_lora"),
+    (
+        "DPOTrainer",
+        {"dataset": "preference", "arguments": {"ref_model": cases.other_vocabulary}},
+        "ref_model: has a vocabulary of 50 and must have one of 97, that of model",
+    ),
     ("SFTTrainer", {"use_liger_kernel": True}, "args: use_liger_kernel must be False for a sharded model"),
     ("SFTTrainer", {"train_sampling_strategy": "batch_rebalance"}, "args: train_sampling_strategy must not be"),
     ("GRPOTrainer", {**GENERATION, "use_vllm": True}, "args: use_vllm must be False for a sharded model"),

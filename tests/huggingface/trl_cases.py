@@ -40,6 +40,12 @@ MODELS: dict[str, Any] = {
 }
 
 
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + ' ' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+
 def write_model(kind: str, folder: Path) -> Path:
     """Writes a model of random weights and a tokenizer of whole words."""
     torch.manual_seed(0)
@@ -48,7 +54,9 @@ def write_model(kind: str, folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    made.chat_template = CHAT
+    made.save_pretrained(folder)
     return folder
 
 
@@ -58,7 +66,7 @@ def _text(generator: torch.Generator, least: int, most: int) -> str:
 
 
 def rows(kind: str, count: int = 40) -> Any:
-    """A data set of a kind: text, completion, preference, label, prompt."""
+    """A data set of a kind: text, chat, completion, preference, label, prompt."""
     import datasets
 
     generator = torch.Generator().manual_seed(3)
@@ -69,6 +77,8 @@ def rows(kind: str, count: int = 40) -> Any:
             made.append({"text": text(4, 11)})
         elif kind == "completion":
             made.append({"prompt": text(2, 4), "completion": " " + text(2, 6)})
+        elif kind == "chat":
+            made.append({"messages": [{"role": r, "content": text(2, 5)} for r in ("user", "assistant")]})
         elif kind == "preference":
             made.append({"prompt": text(2, 4), "chosen": " " + text(2, 6), "rejected": " " + text(2, 6)})
         elif kind == "label":
@@ -91,6 +101,18 @@ def even(completions: list[str], log_metric: Any, **others: Any) -> list[float]:
 
 def even_words(folder: Path, load: Any) -> list[Any]:
     return [even]
+
+
+def metrics(folder: Path, load: Any) -> Any:
+    def of_logits(prediction: Any) -> dict[str, float]:
+        logits, labels = prediction.predictions, prediction.label_ids
+        return {"largest": float(logits.max()), "width": float(logits.shape[-1]), "labels": float(labels.sum())}
+
+    return of_logits
+
+
+def other_vocabulary(folder: Path, load: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, **LLAMA, "vocab_size": 50}))
 
 
 def loaded(folder: Path, load: Any) -> Any:

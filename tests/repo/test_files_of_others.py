@@ -92,6 +92,7 @@ CALLS = {
     "elastic/board.py:Board.joined: json.loads": RANKS,
     "huggingface/folder.py:load_generation_config: transformers.GenerationConfig.from_pretrained": "generation",
     "huggingface/load.py:_prepared: cls.config_class.from_pretrained": "config",
+    "huggingface/trl_trainers.py:_load: from_pretrained": "config",
     "planner/__main__.py:_check_writable: open": WRITES,
     "planner/__main__.py:_json: json.loads": MEMORY,
     "planner/prediction.py:Prediction.trace: open": WRITES,

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.files.plain_values import read_saved
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict, with_names
 from tp_ext.group import Group, process_group
+from tp_ext.huggingface import adapters
 from tp_ext.huggingface.accelerator import SHARDS, refused
 from tp_ext.huggingface.adapters import load_adapter, save_adapter
 from tp_ext.huggingface.load import load_weights
@@ -153,8 +155,11 @@ class Trainer(transformers.Trainer):
         path_of = dataset._get_cache_file_path
         groups = [process_group(dist.group.WORLD)] if self._ranks > 1 else []
         dataset._get_cache_file_path = lambda fingerprint: broadcast_from_first(lambda: path_of(fingerprint), groups)
+        # TRL turns off the adapters of PEFT alone
+        is_base = _has_adapters(self.model) and self.ref_model is None
         try:
-            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+            with _base_of(self.model) if is_base else nullcontext():
+                return super()._precompute_ref_logps(dataset, *args, **kwargs)
         finally:
             del dataset._get_cache_file_path
 
@@ -309,6 +314,13 @@ def group_of(model: Any) -> Group:
 
 def _has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, LoRALinear) for module in model.modules())
+
+
+def _base_of(model: nn.Module) -> Any:
+    disable = getattr(adapters, "disable_adapters", None)
+    if disable is None:
+        raise ValueError("precompute_ref_log_probs: must be False for a model with adapters, which are in its numbers")
+    return disable(model)
 
 
 def _load(model: Any, folder: Any) -> None:

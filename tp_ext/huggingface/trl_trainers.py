@@ -58,12 +58,21 @@ def check_arguments(given: dict[str, Any], options: Any) -> None:
     for name, reason in REFUSED_ARGUMENTS.items():
         if given.get(name) is not None:
             raise ValueError(f"{name}: must not be given for a sharded model: {reason}")
+    sizes = [vocabulary_of(given[name]) for name in ("model", "ref_model") if name in given]
+    if None not in sizes and len(set(sizes)) > 1:
+        raise ValueError(f"ref_model: has a vocabulary of {sizes[1]} and must have one of {sizes[0]}, that of model")
     for name, reason in REFUSED.items():
         if getattr(options, name, None):
             raise ValueError(f"args: {name} must be False for a sharded model: {reason}")
     # It cuts the batch over all processes itself
     if getattr(options, "train_sampling_strategy", None) == "batch_rebalance":
         raise ValueError("args: train_sampling_strategy must not be 'batch_rebalance' for a sharded model")
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """Returns the number of tokens that a model of transformers knows; None for what is no such model."""
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
 
 
 def count_data_ranks(options: Any, data_size: int) -> None:
