@@ -12,6 +12,7 @@ import transformers
 import tp_ext
 from tests.auto.architectures import build
 from tests.auto.compare import only_doubles
+from tests.helpers import ranks
 from tests.helpers.one_plan import run, run_raises
 from tp_ext import huggingface
 
@@ -102,7 +103,7 @@ def _trainer_without_torchrun(group, folder):
 
 def test_trainer_refuses_what_is_not_sharded_over_all_ranks(folder):
     match = r"model: is sharded over the groups of ranks \[\[0, 1\], \[2\]\], which must be equally large"
-    run_raises(_trainer_over_a_part, 3, ValueError, match, folder)
+    ranks.run_raises(_trainer_over_a_part, 3, ValueError, match, folder, in_turns=False)  # each with a plan of its own
     run_raises(_trainer_without_torchrun, 2, ValueError, "args: know of 1 processes", folder)
     with pytest.raises(ValueError, match="model: is not sharded and must be"):
         huggingface.Trainer(transformers.LlamaForCausalLM.from_pretrained(folder))

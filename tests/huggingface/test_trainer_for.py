@@ -30,7 +30,7 @@ TRAININGS = {  # trainer, model, options
     "sft assistant": ("SFTTrainer", "llama", {"dataset": "chat", "assistant_only_loss": True}),
     "sft packed": ("SFTTrainer", "llama", {"packing": True, "max_length": 16}),
     "sft wrapped": ("SFTTrainer", "llama", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
-    "sft dft": ("SFTTrainer", "llama", {"loss_type": "dft", "gradient_checkpointing": True}),
+    "sft dft": ("SFTTrainer", "llama", {"loss_type": "dft", "gradient_checkpointing": True, **SGD}),
     "sft accumulated": ("SFTTrainer", "qwen2", {"gradient_accumulation_steps": 2, **SGD}),
     "sft smoothed": ("SFTTrainer", "gpt2", {"label_smoothing_factor": 0.1, **SGD}),
     "dpo": ("DPOTrainer", "llama", {"dataset": "preference", "loss_type": ["sigmoid", "sft"]}),
