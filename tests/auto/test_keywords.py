@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tp_ext
 from tests.helpers.simulated import run
-from tp_ext.auto.modules.logits import ShardedLogits, ShardLogits
+from tp_ext.auto.modules.logits import LogitsInShards, ShardedLogits
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.group import parallel_group
 
@@ -107,7 +107,7 @@ def _of_logits(group: Any, codes: tuple[str, str]) -> list[tuple[Tensor, bool]]:
     full = torch.randn(3, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for code in codes:
         function = eval(f"lambda y: {code}", globals())
-        result = function(ShardLogits(parallel, (8, 8))(nn.Identity(), (), full.chunk(2, -1)[parallel.rank]))
+        result = function(LogitsInShards(parallel, (8, 8)).after(nn.Identity(), full.chunk(2, -1)[parallel.rank]))
         is_sharded = isinstance(result, ShardedLogits)
         results.append((result.full() if is_sharded else result, is_sharded))
         torch.testing.assert_close(results[-1][0], function(full))

@@ -41,7 +41,7 @@ def whole_matrices(plan: Plan) -> str:
 def reference_of(plan: Plan, model: nn.Module) -> nn.Module:
     """A copy of the unsharded model, which draws the masks of the sharded one."""
     reference: nn.Module = copied_model(model, {})
-    register_draws(reference, whole_draws(plan.draws), parallel_group(None), None)
+    register_draws(reference, whole_draws(plan.draws), parallel_group(None))
     return reference
 
 

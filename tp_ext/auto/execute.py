@@ -16,33 +16,26 @@ from tp_ext.auto.argument_checks import check_apply
 from tp_ext.auto.check_applied import compare_with, reference_of
 from tp_ext.auto.guard import Guard, structure_of
 from tp_ext.auto.module_state import Baseline
-from tp_ext.auto.modules.block_functions import register_functions
+from tp_ext.auto.modules.block_functions import function_edits
 from tp_ext.auto.modules.block_layers import BlockConv1D, layer_norm
-from tp_ext.auto.modules.call_edits import GatherOutputs, RestoreBoundaries
+from tp_ext.auto.modules.boundary_edits import (
+    Converted,
+    ConvertedArgument,
+    ConvertedOutput,
+    CopiedArguments,
+    EnteredParameters,
+    NoAdapters,
+)
+from tp_ext.auto.modules.call_edits import GatheredResults
 from tp_ext.auto.modules.copied import HOOKS, before_edits, keep_edits
 from tp_ext.auto.modules.direct_calls import convert_direct_calls, run_hooks_in_forward
-from tp_ext.auto.modules.hooks import (
-    CopyArguments,
-    CopyOutput,
-    EnterParameters,
-    LeaveParameters,
-    SliceArgument,
-    SumOutput,
-    refuse_adapters,
-)
 from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, fused_norm, shard_embedding
-from tp_ext.auto.modules.logits import FullLogits, ShardLogits
-from tp_ext.auto.modules.random_draws import register_draws
-from tp_ext.auto.modules.token_hooks import (
-    ArgumentBoundary,
-    BeginForward,
-    EndForward,
-    KeepTokens,
-    TokenBoundary,
-    TokenLengths,
-)
+from tp_ext.auto.modules.logits import FullLogits, LogitsInShards
+from tp_ext.auto.modules.random_draws import draw_edits, register_draws
+from tp_ext.auto.modules.token_lengths import KeptLengths, TokenLengths, TokensOfForward
 from tp_ext.auto.moved import keep_names
 from tp_ext.auto.record.arguments import autocast, without_modes
+from tp_ext.auto.record.boundary import Edit, EditsOfModules, install_all
 from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
@@ -77,12 +70,10 @@ def apply_quietly(
             keep_names(model)
             structure = structure_of(model)
         with using_blocks(plan.invariant_blocks):
-            _Applied(plan, model, parallel).apply()
+            _Applied(plan, model, parallel).apply(structure is not None)
         if structure is not None:
             guard = Guard(plan, structure, apply_quietly, parallel, Baseline.of(model))
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
-            model.register_forward_hook(RestoreBoundaries(), always_call=True)
-            run_hooks_in_forward(model)
         if parallel.size > 1 and hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     else:
@@ -215,12 +206,13 @@ class _Applied:
     def __init__(self, plan: Plan, model: nn.Module, group: ParallelGroup) -> None:
         self.plan, self.model, self.group = plan, model, group
         self.old = dict(model.named_parameters(remove_duplicate=False))
+        self.edits: EditsOfModules = {}
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
         self.tokens = TokenLengths(group) if plan.tokens else None
         self.scattered = {edit.module: edit.dim for edit in plan.tokens if edit.types == (P, S)}
 
-    def apply(self) -> None:
+    def apply(self, is_guarded: bool) -> None:
         own_input = {copy.module for copy in self.plan.copies if self.sums_own_input(copy)}
         # Linear layers first: they make shards of their own, which tied parameters of other modules then take
         for name, role in self.plan.roles.items():
@@ -250,23 +242,15 @@ class _Applied:
         refuse_fused_paths(self.model, list(self.plan.shardings))
         self.shard_buffers()
         self.fuse_norms()
-        local = local_of(self.plan.patches, self.plan.sizes, self.group.rank)
-        patch(self.model, local.patches)
-        self.register_hooks(own_input)
-        if self.plan.invariant_blocks is not None:
-            register_functions(self.model, self.plan.functions)
-        for name, calls in local.sizes.items():
-            SizedForward(self.model.get_submodule(name), name, calls).install()
-        convert_direct_calls(self.model, self.plan, self.group)
-        for name in self.plan.direct:
-            # Last: it wraps the other forwards of the instance, so that a call by name runs the hooks and then these
-            CalledForward(self.model.get_submodule(name)).install()
+        patch(self.model, local_of(self.plan.patches, self.plan.sizes, self.group.rank).patches)
+        self.edit_calls(own_input, is_guarded)
+        install_all(self.edits)
 
     def apply_alone(self) -> None:
         """Applies the part of a plan that one rank needs: linears for adapters, masks of any number of ranks."""
         for name, role in self.plan.roles.items():
             self.shard_attention(name) if role == "attention" else self.replace_linear(name, role, False)
-        register_draws(self.model, self.plan.draws, self.group, None)
+        register_draws(self.model, self.plan.draws, self.group)
 
     def sums_own_input(self, copy: Conversion) -> bool:
         """Returns whether a copy serves the input of one column layer alone, which sums dx under its own GEMM."""
@@ -359,84 +343,83 @@ class _Applied:
             module._buffers[attribute] = buffer
             declare_layouts(module, {attribute: Layout((shardings[0], self.group))})
 
-    # ------------------------------------------------------------ hooks
+    # ------------------------------------------------------------ edits of calls
 
-    def register_hooks(self, own_input: set[str]) -> None:
-        plan, model, group = self.plan, self.model, self.group
-        model.register_forward_pre_hook(refuse_adapters)
-        self.begin_tokens()
+    def edit(self, name: str, edit: Edit) -> None:
+        self.edits.setdefault(self.model.get_submodule(name), []).append(edit)
+
+    def edit_calls(self, own_input: set[str], is_guarded: bool) -> None:
+        """Collects what modules do around their forwards, in any order: that of running is :class:`Place`."""
+        plan, group = self.plan, self.group
+        self.edit("", NoAdapters())
+        self.convert_tokens()
         for slice_ in plan.slices:
-            sliced = SliceArgument(slice_, group)
-            model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
+            self.edit(slice_.module, ConvertedArgument(Converted(slice_, group)))
         self.enter_parameters()
         for sum_ in plan.sums:
-            # Its reduce-scatter is the sum
-            if sum_.module in self.scattered:
-                continue
-            model.get_submodule(sum_.module).register_forward_hook(SumOutput(sum_.path, group), with_kwargs=True)
+            if sum_.module not in self.scattered:  # whose reduce-scatter is the sum
+                self.edit(sum_.module, ConvertedOutput(Converted(sum_, group)))
         arguments_of: dict[tuple[str, bool], list[Any]] = {}
         for copy in plan.copies:
             if copy.at == "output":
-                hook = CopyOutput(copy.path, copy.span, group, self.tokens if copy.tokens else None)
-                model.get_submodule(copy.module).register_forward_hook(hook, with_kwargs=True)
+                self.edit(copy.module, ConvertedOutput(Converted(copy, group, self.tokens if copy.tokens else None)))
             elif copy.at == "argument" and copy.module not in own_input:
                 arguments_of.setdefault((copy.module, copy.tokens), []).append(copy.path)
         for (name, tokens), paths in arguments_of.items():
-            copies = CopyArguments(paths, group, self.tokens if tokens else None)
-            model.get_submodule(name).register_forward_pre_hook(copies, with_kwargs=True)
-        self.end_tokens()
-        register_draws(model, plan.draws, group, self.tokens)
+            self.edit(name, CopiedArguments(paths, group, self.tokens if tokens else None))
+        for name, edit in draw_edits(plan.draws, group, self.tokens):
+            self.edit(name, edit)
         for name in plan.heads:
             sizes = tuple(plan.shardings[f"{name}.weight"].local_sizes(group.size))
-            model.get_submodule(name).register_forward_hook(ShardLogits(group, sizes, plan.invariant_blocks))
+            self.edit(name, LogitsInShards(group, sizes, plan.invariant_blocks))
         if plan.heads:
-            model.register_forward_hook(FullLogits())
+            self.edit("", FullLogits())
         if plan.gathers or plan.example is not None:  # a guard may find gathers of other calls
-            model.register_forward_hook(GatherOutputs(plan.gathers, group), with_kwargs=True)
-        if self.tokens is not None:
-            model.register_forward_hook(EndForward(self.tokens), always_call=True)
+            self.edit("", GatheredResults(plan.gathers, group))
+        for name, edit in function_edits(self.model, plan.functions) if plan.invariant_blocks is not None else ():
+            self.edit(name, edit)
+        local = local_of(plan.patches, plan.sizes, group.rank)
+        for name, calls in local.sizes.items():
+            for inner, pause in SizedForward(self.model.get_submodule(name), name, calls).install():
+                self.edits.setdefault(inner, []).append(pause)
+        convert_direct_calls(self.model, plan, group, self.edits)
+        for name in plan.direct:
+            # Last: it wraps the other forwards of the instance, so that a call by name runs the hooks and then these
+            self.edit(name, CalledForward(self.model.get_submodule(name)).install())
+        if is_guarded:
+            self.edit("", run_hooks_in_forward(self.model))
 
-    def begin_tokens(self) -> None:
-        """Hooks of sequence parallelism that come before those that complete gradients: what arguments are, and where
-        they are sliced or gathered."""
+    def convert_tokens(self) -> None:
+        """Collects the edits of sequence parallelism, but for layers that scatter their sums themselves."""
         if self.tokens is None:
             return
-        self.model.register_forward_pre_hook(BeginForward(self.tokens), prepend=True)
+        self.edit("", TokensOfForward(self.tokens))
         kept: dict[str, list[Any]] = {}
         for edit in self.plan.tokens:
+            converted = Converted(edit, self.group, self.tokens)
             if edit.types == (S, S):
                 kept.setdefault(edit.module, []).append(edit.path)
+            elif edit.at == "argument":
+                self.edit(edit.module, ConvertedArgument(converted))
+            elif edit.module not in self.plan.roles:
+                self.edit(edit.module, ConvertedOutput(converted))
         for name, paths in kept.items():
-            keep = KeepTokens(paths, self.tokens)
-            self.model.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
-        for edit in self.plan.tokens:
-            if edit.at == "argument" and edit.types != (S, S):
-                boundary = ArgumentBoundary(TokenBoundary(edit, self.tokens))
-                self.model.get_submodule(edit.module).register_forward_pre_hook(boundary, with_kwargs=True)
-
-    def end_tokens(self) -> None:
-        """Registers the scatters of results, except for layers that scatter their sums themselves."""
-        for edit in self.plan.tokens:
-            if self.tokens is not None and edit.at == "output" and edit.module not in self.plan.roles:
-                boundary = TokenBoundary(edit, self.tokens)
-                self.model.get_submodule(edit.module).register_forward_hook(boundary)
+            self.edit(name, KeptLengths(paths, self.tokens))
 
     def enter_parameters(self) -> None:
-        entering: dict[str, EnterParameters] = {}
+        entering: dict[str, EnteredParameters] = {}
         for copy in self.plan.copies:
             if copy.at == "parameter":
-                hook = entering.setdefault(copy.module, EnterParameters(self.group, tokens=self.tokens))
-                hook.divided[str(copy.path[0])] = copy.after is P
+                edit = entering.setdefault(copy.module, EnteredParameters(self.group, tokens=self.tokens))
+                edit.divided[str(copy.path[0])] = copy.after is P
                 if copy.tokens:
-                    hook.on_tokens.add(str(copy.path[0]))
+                    edit.on_tokens.add(str(copy.path[0]))
         for owner, names in self.entered_copied.items():
-            hook = entering.setdefault(owner, EnterParameters(self.group))
+            edit = entering.setdefault(owner, EnteredParameters(self.group))
             for attribute in names:
                 sharding = self.plan.shardings[f"{owner}.{attribute}"]
                 rows = sharding.copied_rows(self.group.rank, self.group.size)
                 assert rows is not None
-                hook.copied[attribute] = sharding.dim, rows
-        for name, hook in entering.items():
-            module = self.model.get_submodule(name)
-            module.register_forward_pre_hook(hook)
-            module.register_forward_hook(LeaveParameters(hook.names), always_call=True)
+                edit.copied[attribute] = sharding.dim, rows
+        for name, edit in entering.items():
+            self.edit(name, edit)

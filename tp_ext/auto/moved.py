@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.module_state import NEW, StateWatch
-from tp_ext.auto.modules.hooks import EnterParameters
+from tp_ext.auto.modules.boundary_edits import EnteredParameters
+from tp_ext.auto.record.boundary import edits_at
 from tp_ext.auto.record.edits import NAME
 from tp_ext.auto.search.plans import Plan
 
@@ -84,10 +85,9 @@ def refuse_copies(watch: StateWatch) -> None:
                 f"model: {name.removesuffix(NEW)} is a copy of {vars(module)[NAME]}, which is sharded: add it to the "
                 "unsharded model, and plan and apply after that"
             )
-        for hook in module._forward_pre_hooks.values():
-            for attribute in hook.names if isinstance(hook, EnterParameters) else ():
-                if attribute not in module._parameters:
-                    raise RuntimeError(
-                        f"model: {name}.{attribute} is computed from other parameters since the plan was applied, by "
-                        "which its gradient is summed: register what computes it, and plan and apply after that"
-                    )
+        for attribute in (name for edit in edits_at(module, EnteredParameters) for name in edit.names):
+            if attribute not in module._parameters:
+                raise RuntimeError(
+                    f"model: {name}.{attribute} is computed from other parameters since the plan was applied, by "
+                    "which its gradient is summed: register what computes it, and plan and apply after that"
+                )

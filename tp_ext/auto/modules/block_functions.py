@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tp_ext import _ops
 from tp_ext.auto.modules.random_draws import CHECKPOINT
+from tp_ext.auto.record.boundary import Edit, Place, edits_at
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.search.in_blocks import REPLACED
 from tp_ext.auto.search.localize import is_conv1d
@@ -29,7 +30,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class BlockFunctions(TorchFunctionMode):
-    """Replaces the functions of :data:`REPLACED` in the calls of the modules of a model, whose hooks share it."""
+    """Replaces the functions of :data:`REPLACED` in the calls of the modules of a model, whose edits share it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,38 +215,29 @@ REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
 
 
 @dataclass
-class BeginFunctions:
-    """A forward pre-hook: functions are replaced while the module's forward runs."""
+class ReplacedFunctions(Edit):
+    """Functions are replaced while the module's forward runs."""
 
     functions: BlockFunctions
+    place = Place.FUNCTIONS
     is_needed_in_stages = True
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.functions.begin(module)
+        return args, kwargs
 
-
-@dataclass
-class EndFunctions:
-    """The forward hook that ends :class:`BeginFunctions`, also after an exception."""
-
-    functions: BlockFunctions
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
         # After an exception of an earlier hook no call has begun
         if self.functions.running and self.functions.running[-1] is module:
             self.functions.end()
 
 
-def register_functions(model: nn.Module, names: list[str]) -> None:
-    """Registers the hooks of the modules whose functions are replaced, outside of those of random calls: attention with
-    dropout is made of products and a softmax, which this replaces."""
+def function_edits(model: nn.Module, names: list[str]) -> Iterator[tuple[str, Edit]]:
+    """The edits of the modules whose functions are replaced; lets ``generate`` refuse what has other bits."""
     if callable(getattr(model, "generate", None)):
         model.generate = MethodType(generate, model)  # type: ignore[assignment]
     functions = BlockFunctions()
-    for name in names:
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(BeginFunctions(functions), prepend=True)
-        module.register_forward_hook(EndFunctions(functions), always_call=True)
+    return ((name, ReplacedFunctions(functions)) for name in names)
 
 
 @contextmanager
@@ -267,14 +259,13 @@ def generating(model: nn.Module) -> Iterator[None]:
         raise ValueError(
             "generate: must not be called on cuda with invariant_blocks: products of few rows round otherwise"
         )
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    shared = {id(hook.functions): hook.functions for hook in hooks if isinstance(hook, BeginFunctions)}
-    for functions in shared.values():
+    shared = [edit.functions for module in model.modules() for edit in edits_at(module, ReplacedFunctions)]
+    for functions in shared:
         functions.generates = True
     try:
         yield
     finally:
-        for functions in shared.values():
+        for functions in shared:
             functions.generates = False
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.modules.hooks import GatherOutput, SliceArgument
+from tp_ext.auto.modules.boundary_edits import Converted, ConvertedArgument
+from tp_ext.auto.record.boundary import BeforeForward, Edit, Place
 from tp_ext.auto.record.edits import CALL, CallEdits, Conversion, edits_of
+from tp_ext.auto.search.localize import replaced
 from tp_ext.group import ParallelGroup
 
 
@@ -20,11 +22,12 @@ def begin_call(model: nn.Module, edits: CallEdits | None, args: Any, kwargs: Any
         return None
     handles, both = [], (args, kwargs)
     for slice_ in edits.slices:
-        hook, module = SliceArgument(slice_, group), model.get_submodule(slice_.module)
+        edit, module = ConvertedArgument(Converted(slice_, group)), model.get_submodule(slice_.module)
         if module is model:  # whose hooks run already
-            both = hook(model, *both)
+            both = edit.before(model, *both)
         else:
             # First: what completes gradients at the same argument takes the slice
+            hook = BeforeForward([edit])
             handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
     model.__dict__[CALL] = edits, handles
     return both
@@ -37,26 +40,21 @@ def end_call(model: nn.Module) -> None:
 
 
 @dataclass
-class GatherOutputs:
-    """A forward hook of the model: gathers its results that have a sharded dim."""
+class GatheredResults(Edit):
+    """Of the model: its results that have a sharded dim in this call, whole."""
 
     gathers: list[Conversion]
     group: ParallelGroup
+    place = Place.GATHERS
 
-    @property
-    def is_needed_in_stages(self) -> bool:
-        return bool(self.gathers)
+    def __post_init__(self) -> None:
+        self.is_needed_in_stages = bool(self.gathers)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, output: Any) -> Any:
         edits = edits_of(module)
         for gather in self.gathers if edits is None else edits.gathers:
-            output = GatherOutput(gather.path, gather.sharding, self.group)(module, args, kwargs, output)
+            output = replaced(output, gather.path, Converted(gather, self.group))
         return output
 
-
-@dataclass
-class RestoreBoundaries:
-    """The forward hook that ends a call, also after an exception."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
         end_call(module)

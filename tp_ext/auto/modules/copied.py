@@ -22,9 +22,10 @@ from tp_ext.auto.modules.block_functions import BlockFunctions
 from tp_ext.auto.modules.direct_calls import Conversions, DirectlyCalled, Outermost, with_direct_calls
 from tp_ext.auto.modules.leaves import RowsOfTable, with_lookup
 from tp_ext.auto.modules.random_draws import Masks
-from tp_ext.auto.modules.token_hooks import TokenLengths
+from tp_ext.auto.modules.token_lengths import TokenLengths
+from tp_ext.auto.record.boundary import BeforeForward, EndOfForward
 from tp_ext.auto.record.edits import NAME
-from tp_ext.auto.record.forwards import CalledForward
+from tp_ext.auto.record.forwards import CalledForward, EnteredForward
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.search.sizes import SizedForward
 
@@ -100,7 +101,10 @@ class CopiedWithEdits(nn.Module):
 
 
 def _of_forward(hook: Any, forward: Any, clone: Any) -> Any:
-    return type(hook)(clone) if getattr(hook, "forward", None) is forward else hook
+    if not isinstance(hook, BeforeForward | EndOfForward):
+        return hook
+    # Of its own forward alone: an edit for that of a module around this one stays
+    return type(hook)([EnteredForward(clone) if getattr(e, "forward", 0) is forward else e for e in hook.edits])
 
 
 def _anew(make: Callable[..., Any], arguments: tuple[Any, ...], cls: Any, has_rows: bool, is_direct: bool) -> Any:
@@ -159,7 +163,7 @@ def _edits_of(module: nn.Module) -> tuple[str, ...]:
     edits = [cls.__qualname__ for cls in type(module).__mro__ if _is_edit(cls)]
     for table in HOOKS:
         hooks = [hook for hook in getattr(module, table).values() if _is_edit(hook)]
-        edits += [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
+        edits += [type(edit).__qualname__ for hook in hooks for edit in getattr(hook, "edits", (hook,))]
     for name in sorted({*vars(module).get("tp_edited", ())} - {NAME}):
         value = vars(module).get(name)
         edits.append(f"{name}={value if isinstance(value, int | str) else name in vars(module)}")

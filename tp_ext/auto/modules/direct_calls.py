@@ -20,9 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tp_ext.auto.modules.hooks import CopyArguments, GatherOutput, SliceArgument, SumOutput
+from tp_ext.auto.modules.boundary_edits import Converted, CopiedArguments
 from tp_ext.auto.modules.leaves import empty_of
-from tp_ext.auto.record.edits import Conversion, DirectCall, LeafPath, leaf_name
+from tp_ext.auto.record.boundary import Edit, EditsOfModules, Place, edits_at
+from tp_ext.auto.record.edits import Conversion, DirectCall, leaf_name
 from tp_ext.auto.record.forwards import options_of
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import tensors
@@ -30,7 +31,6 @@ from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
 from tp_ext.conversions import I, P, R, S
 from tp_ext.group import ParallelGroup
-from tp_ext.sharding import Sharding
 
 RETURNED = {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_cache"}
 """Names of transformers' options that decide what is returned, which is compared."""
@@ -43,24 +43,6 @@ class Outermost:
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
-
-
-@dataclass
-class PartialGradient:
-    """Makes the gradient of a result partial: that of rank 0, and zeros."""
-
-    path: LeafPath
-    group: ParallelGroup
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return replaced(output, self.path, self.converted)
-
-    def converted(self, y: Tensor) -> Tensor:
-        if not (y.requires_grad and torch.is_grad_enabled()):
-            return y
-        # Zeros, and not none, and the same graph on every rank: each takes part in the sums of this backward
-        flag = torch.full((), self.group.rank == 0, dtype=torch.bool, device=y.device)
-        return torch.where(flag, y, y.detach())
 
 
 class Conversions:
@@ -81,11 +63,11 @@ class Conversions:
 
         self.slices = [edit for edit in direct.values if edit.types == (I, S)]
         self.gathers = [edit for edit in direct.values if edit.types == (S, I)]
-        self.sums = [SumOutput(edit.path, group) for edit in direct.values if edit.types == (P, I)]
+        self.sums = [edit for edit in direct.values if edit.types == (P, I)]
         # The gradient of a slice is that of this rank's elements: summed with those of the others
         copies = (*(edit for edit in direct.gradients if edit.types == (I, R)), *self.slices)
-        self.copies = CopyArguments(list(dict.fromkeys(edit.path for edit in copies)), group)
-        self.partial = [PartialGradient(edit.path, group) for edit in direct.gradients if edit.types == (R, I)]
+        self.copies = CopiedArguments(list(dict.fromkeys(edit.path for edit in copies)), group)
+        self.partial = [edit for edit in direct.gradients if edit.types == (R, I)]
         self.in_hooks = self.entered = self.converting = False
 
     def is_direct(self) -> bool:
@@ -122,12 +104,11 @@ class Conversions:
             default = repr(parameters[name].default) if name in parameters else None
             if value not in (*direct.options.get(name, ()), default) and name not in RETURNED:
                 self.refuse(f"forward does not call it with {name}={value}")
-        args, kwargs = self.copies(module, args, kwargs) if self.copies.paths else (args, kwargs)
+        args, kwargs = self.copies.before(module, args, kwargs)
         for edit, dims in zip(self.slices, direct.dims, strict=True):
 
             def sliced(x: Tensor, edit: Conversion = edit, dims: int = dims) -> Tensor:
-                dim = self.moved(edit.dim, dims, x)
-                return SliceArgument(dataclasses.replace(edit, dim=dim), self.group).sliced(x)
+                return self.converted(edit, dims, x)
 
             args, kwargs = replaced_argument(module, args, kwargs, edit.path, sliced)
         return args, kwargs
@@ -135,18 +116,20 @@ class Conversions:
     def leave(self, module: nn.Module, output: Any) -> Any:
         """The results of a direct call, whole."""
         returned = dict(tensors(output))  # by path: a call with other arguments may not return all
-        for summed in self.sums:
-            output = summed(module, (), {}, output) if summed.path in returned else output
-        for gather in self.gathers:
-            if gather.path in returned:
-                lengths = next(of[leaf_name(gather.path)] for of in self.direct.results if leaf_name(gather.path) in of)
-                dim = self.moved(gather.sharding.dim, len(lengths), returned[gather.path])
-                sharding = Sharding(dim, gather.sharding.parts)
-                output = replaced(output, gather.path, GatherOutput(gather.path, sharding, self.group).gathered)
+        for edit in (*self.sums, *self.gathers):
+            if edit.path in returned:
+                lengths = next(of[leaf_name(edit.path)] for of in self.direct.results if leaf_name(edit.path) in of)
+                output = replaced(output, edit.path, functools.partial(self.converted, edit, len(lengths)))
         self.compare({leaf_name(path): tensor.shape for path, tensor in tensors(output)})
-        for partial in self.partial:
-            output = partial(module, (), {}, output) if partial.path in returned else output
+        for edit in self.partial:
+            if edit.path in returned:
+                output = replaced(output, edit.path, Converted(edit, self.group))
         return output
+
+    def converted(self, edit: Conversion, dims: int, x: Tensor) -> Tensor:
+        """A tensor of a call that has ``dims`` dims in forward, converted."""
+        dim = self.moved(edit.dim, dims, x) if S in edit.types else edit.dim
+        return Converted(dataclasses.replace(edit, dim=dim), self.group)(x)
 
     def moved(self, dim: int, dims: int, x: Tensor) -> int:
         """The place of a dim in a tensor with another number of dims before the last ones."""
@@ -226,7 +209,7 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
     conversions, outermost = call.conversions, call.outermost
     if call.has_hooks:
         # A copy without hooks, such as a pipeline makes, has none to go through
-        if not call.entered and any(isinstance(hook, EnterModel) for hook in module._forward_pre_hooks.values()):
+        if not call.entered and any(edits_at(module, EnteredModel)):
             return module(*args, **kwargs)
         call.entered = False
     in_hooks = conversions is not None and conversions.in_hooks
@@ -234,7 +217,7 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
         is_outermost = not outermost.name
     elif in_hooks:
         # Called by name, past its hooks; in backward by a checkpoint around this forward, which hooks surrounded
-        if not conversions.entered and not _place()[0] and _has_hook(module):
+        if not conversions.entered and not _place()[0] and any(edits_at(module, ConvertedCall)):
             return module(*args, **kwargs)
         is_outermost = conversions.entered and not outermost.name and conversions.converting
         conversions.entered = False
@@ -252,50 +235,42 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
     return output if conversions is None or in_hooks else conversions.leave(module, output)
 
 
-@dataclass
-class EnterModel:
-    """The last forward pre-hook of a model, as far as it is tp_ext's."""
+class EnteredModel(Edit):
+    """The last edit in front of a model's forward: the next call has come through the hooks."""
 
-    def __call__(self, module: DirectlyCalled, args: Any) -> None:
-        if module.tp_call is not None:
-            module.tp_call.entered = True
+    place = Place.ENTERED
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        call = vars(module).get("tp_call")
+        if call is not None:
+            call.entered = True
+        return args, kwargs
 
 
-def run_hooks_in_forward(model: nn.Module) -> None:
+def run_hooks_in_forward(model: nn.Module) -> EnteredModel:
     """Lets ``model.forward(..)`` by name be a call of the model, whose hooks look at arguments and complete results."""
     if not isinstance(model, DirectlyCalled):
         _convert(model, CallOfModule("the model", Outermost(), None))
     vars(model)["tp_call"].has_hooks = True
-    model.register_forward_pre_hook(EnterModel())
+    return EnteredModel()
 
 
 @dataclass
-class BeginCall:
-    """A forward pre-hook of modules that have other hooks."""
+class ConvertedCall(Edit):
+    """The conversions of direct calls of a module that has other hooks."""
 
     conversions: Conversions
+    place = Place.CALL
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         conversions = self.conversions
         conversions.entered = True
         if conversions.outermost.name:
-            return None
+            return args, kwargs
         conversions.converting = conversions.is_direct()
-        return conversions.enter(module, args, kwargs) if conversions.converting else None
+        return conversions.enter(module, args, kwargs) if conversions.converting else (args, kwargs)
 
-
-def _has_hook(module: nn.Module) -> bool:
-    """True unless it is a copy without hooks, such as a pipeline makes to find the shapes between its stages."""
-    return any(isinstance(hook, BeginCall) for hook in module._forward_pre_hooks.values())
-
-
-@dataclass
-class EndCall:
-    """The forward hook that ends :class:`BeginCall`."""
-
-    conversions: Conversions
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, output: Any) -> Any:
         conversions = self.conversions
         if conversions.outermost.name or not conversions.converting:
             return output
@@ -312,8 +287,8 @@ def _place() -> tuple[bool, bool]:
     return torch._C._current_graph_task_id() >= 0, frame is not None
 
 
-def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGroup) -> None:
-    """Lets all modules convert that need it, or have one inside that does. After all other hooks and forwards."""
+def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGroup, edits: EditsOfModules) -> None:
+    """Lets all modules convert that need it, or have one inside that does. After all other edits and forwards."""
     outermost = Outermost()
     needed = {name for direct in plan.direct_calls if direct.converts for name in with_parents(direct.module)}
     if not needed:
@@ -325,10 +300,10 @@ def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGrou
             takes_any = plan.roles.get(direct.module) in ("column", "row", "vocab")
             conversions = Conversions(outermost, direct, group, takes_any, tokens)
             # A forward in the instance changes sizes of calls, which those of conversions must not be among
-            if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
+            hooked = module in edits or module._forward_pre_hooks or module._forward_hooks
+            if hooked or "forward" in vars(module):
                 conversions.in_hooks = True
-                module.register_forward_pre_hook(BeginCall(conversions), prepend=True, with_kwargs=True)
-                module.register_forward_hook(EndCall(conversions), with_kwargs=True)
+                edits.setdefault(module, []).append(ConvertedCall(conversions))
             _convert(module, CallOfModule(direct.module, outermost, conversions))
     _convert(model, CallOfModule("the model", outermost, None))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.auto.modules.token_hooks import TokenLengths
+from tp_ext.auto.modules.token_lengths import TokenLengths
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.trace import trace

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
+from tp_ext.auto.record.boundary import Edit, Place
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import replaced
@@ -252,8 +253,8 @@ _HANDLERS: dict[Any, _Handler] = {
 
 
 @dataclass
-class ShardLogits:
-    """A forward hook of a head: its output, this rank's columns, as :class:`ShardedLogits`.
+class LogitsInShards(Edit):
+    """Of a head: its output, this rank's columns, as :class:`ShardedLogits`.
 
     Where ``torch.compile`` traces the code around the head, as it does for the whole model, it gathers all columns:
     compiled code would take the shape of such a tensor for that of its memory.
@@ -262,8 +263,9 @@ class ShardLogits:
     group: ParallelGroup
     sizes: tuple[int, ...]
     blocks: int | None = None
+    place = Place.LOGITS
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def after(self, module: nn.Module, output: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             if self.blocks is not None:
                 refuse_compiled()
@@ -271,14 +273,15 @@ class ShardLogits:
         return output.as_subclass(logits_type(self.group, self.sizes, self.blocks))
 
 
-@dataclass
-class FullLogits:
-    """A forward hook of the model: its logits as plain tensors of all columns, where no loss came with them.
+class FullLogits(Edit):
+    """Of the model: its logits as plain tensors of all columns, where no loss came with them.
 
     A training step that has its loss needs no logits: they stay sharded there, and nothing is gathered.
     """
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    place = Place.FULL_LOGITS
+
+    def after(self, module: nn.Module, output: Any) -> Any:
         if torch.is_grad_enabled() and getattr(output, "loss", None) is not None:
             return output
         for path, tensor in list(tensors(output)):

@@ -1,6 +1,6 @@
 """Dropout of unchanged code: masks are a function of the index in the full tensor, hence those of one process.
 
-One function mode replaces the random calls of a forward. Hooks tell it which module runs, so that a call is one of
+One function mode replaces the random calls of a forward. Edits tell it which module runs, so that a call is one of
 the innermost module's: modules around it do not see it. A draw is found by the place of its call in that of the
 module, and must fit the tensor that is masked: a loop may run as often as it likes."""
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tp_ext.auto.modules.token_hooks import TokenLengths
+from tp_ext.auto.modules.token_lengths import TokenLengths
+from tp_ext.auto.record.boundary import Edit, EditsOfModules, Place, install_all
 from tp_ext.auto.record.edits import OTHER, Draw
 from tp_ext.common_generator import begin_draw
 from tp_ext.group import ParallelGroup
@@ -31,7 +32,7 @@ CHECKPOINT = "torch/utils/checkpoint.py"
 class _RunningCall:
     """A call of a module that runs now."""
 
-    def __init__(self, begun: BeginDraws, module: nn.Module | None, draws: Sequence[Draw], next: int = 0) -> None:
+    def __init__(self, begun: PlannedDraws, module: nn.Module | None, draws: Sequence[Draw], next: int = 0) -> None:
         self.begun, self.module, self.draws, self.next = begun, module, draws, next
         self.calls: dict[str, int] = {}  # of modules that draw otherwise at other calls: how often it has called them
         self.planned: dict[
@@ -75,7 +76,7 @@ def _look_alike(draws: Sequence[Draw], rank: int) -> bool:
 
 
 class Masks(TorchFunctionMode):
-    """Replaces the random calls of the modules of a model, whose hooks share it."""
+    """Replaces the random calls of the modules of a model, whose edits share it."""
 
     def __init__(self, group: ParallelGroup, tokens: TokenLengths | None = None) -> None:
         super().__init__()
@@ -267,8 +268,8 @@ class Recomputed:
 
 
 @dataclass
-class BeginDraws:
-    """A forward pre-hook: random calls of a module in training are replaced while its forward runs.
+class PlannedDraws(Edit):
+    """Random calls of a module in training are replaced while its forward runs.
 
     Attributes:
         module: its name. draws: its draws, those of one call, or of all calls where these differ.
@@ -279,6 +280,7 @@ class BeginDraws:
     masks: Masks
     by_call: dict[str, list[list[Draw]]] = field(init=False)  # those of each caller, in the order of its calls
     alike: set[str] = field(init=False)  # callers whose draws only the place of a call distinguishes
+    place = Place.DRAWS
     is_needed_in_stages = True
 
     def __post_init__(self) -> None:
@@ -296,12 +298,14 @@ class BeginDraws:
             if _look_alike([draw for call in calls for draw in call], rank)
         }
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        masks = self.masks
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Within a call that draws, a module in eval mode must be the innermost, or it would take draws of its caller
-        if not (module.training or self.always or masks.running):
-            return
-        draws = self.draws
+        if module.training or self.always or self.masks.running:
+            self.begin(module)
+        return args, kwargs
+
+    def begin(self, module: nn.Module) -> None:
+        masks, draws = self.masks, self.draws
         if self.by_call and masks.running:
             caller = masks.running[-1]
             masks.keep_for_recomputation(caller)
@@ -314,26 +318,19 @@ class BeginDraws:
                     caller.planned[self.module] = len(calls)
         masks.begin(_RunningCall(self, module, draws))
 
-
-@dataclass
-class EndDraws:
-    """The forward hook that ends :class:`BeginDraws`, also after an exception."""
-
-    begun: BeginDraws
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        running = self.begun.masks.running
+    def end(self, module: nn.Module, output: Any) -> None:
+        running = self.masks.running
         # In eval mode, or after an exception of an earlier hook, no call has begun
-        if running and running[-1].begun is self.begun:
+        if running and running[-1].begun is self:
             call = running[-1]
-            self.begun.masks.end()
+            self.masks.end()
             if output is not None:  # no exception
                 call.check()
 
 
 @dataclass
-class BeginOtherDraws:
-    """A forward pre-hook of a module that draws by functions of torch, for tensors that all ranks have.
+class OtherDraws(Edit):
+    """Of a module that draws by functions of torch, for tensors that all ranks have.
 
     Attributes:
         always: it draws in eval mode, too.
@@ -341,34 +338,39 @@ class BeginOtherDraws:
 
     group: ParallelGroup
     always: bool
+    place = Place.OTHER_DRAWS
     is_needed_in_stages = True
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if module.training or self.always:
             # Nothing says on which device it will draw
             on_cuda = next((t.device for t in (*module.parameters(), *tree_leaves(args)) if _is_on_cuda(t)), None)
             for device in (torch.device("cpu"), on_cuda):
                 if device is not None:
                     begin_draw((self.group,), device)
+        return args, kwargs
 
 
 def _is_on_cuda(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
 
 
-def register_draws(model: nn.Module, draws: Sequence[Draw], group: ParallelGroup, tokens: TokenLengths | None) -> None:
-    """Registers the hooks of the modules that draw, and of those that call one which draws otherwise at other calls."""
+def draw_edits(draws: Sequence[Draw], group: ParallelGroup, tokens: TokenLengths | None) -> Iterator[tuple[str, Edit]]:
+    """The edits of the modules that draw, and of those that call one which draws otherwise at other calls."""
     masks, of_module = Masks(group, tokens), dict[str, list[Draw]]()
     for draw in draws:
         if draw.call == OTHER:
-            model.get_submodule(draw.module).register_forward_pre_hook(BeginOtherDraws(group, draw.always))
-    draws = [draw for draw in draws if draw.call != OTHER]
-    for draw in draws:
-        of_module.setdefault(draw.module, []).append(draw)
-    for draw in draws:
-        if draw.caller is not None:
-            of_module.setdefault(draw.caller, [])
-    for name, draws_of_module in of_module.items():
-        begin = BeginDraws(name, draws_of_module, masks)
-        model.get_submodule(name).register_forward_pre_hook(begin, prepend=True)
-        model.get_submodule(name).register_forward_hook(EndDraws(begin), always_call=True)
+            yield draw.module, OtherDraws(group, draw.always)
+        else:
+            of_module.setdefault(draw.module, []).append(draw)
+    callers = {draw.caller: list[Draw]() for draw in draws if draw.call != OTHER and draw.caller is not None}
+    for name, draws_of_module in {**callers, **of_module}.items():
+        yield name, PlannedDraws(name, draws_of_module, masks)
+
+
+def register_draws(model: nn.Module, draws: Sequence[Draw], group: ParallelGroup) -> None:
+    """Replaces the random calls of a model that has no other edits."""
+    edits: EditsOfModules = {}
+    for name, edit in draw_edits(draws, group, None):
+        edits.setdefault(model.get_submodule(name), []).append(edit)
+    install_all(edits)

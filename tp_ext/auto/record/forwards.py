@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from tp_ext.auto.record.boundary import Edit, Place
+
 
 class CalledForward:
     """A module's ``forward`` in the instance, by which a direct call goes through ``module()`` and runs the hooks.
@@ -22,10 +24,10 @@ class CalledForward:
         self.own = vars(module).get("forward")
         self.entered = False  # by module(), whose hooks have run
 
-    def install(self) -> None:
-        self.module.register_forward_pre_hook(Enter(self), prepend=True)
-        self.module.register_forward_hook(Leave(self), always_call=True)
+    def install(self) -> Edit:
+        """Sets the forward; returns the edit by which it knows that the hooks have run."""
         self.module.forward = self
+        return EnteredForward(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.entered:
@@ -82,23 +84,18 @@ def options_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[
 
 
 @dataclass
-class Enter:
-    """A forward pre-hook: what forward is called with next has come through ``module()``."""
+class EnteredForward(Edit):
+    """What forward is called with next has come through ``module()``."""
 
     forward: CalledForward
+    place = Place.BY_NAME
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.forward.entered = True
+        return args, kwargs
 
-
-@dataclass
-class Leave:
-    """The forward hook that undoes :class:`Enter` where another hook has raised before forward."""
-
-    forward: CalledForward
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.forward.entered = False
+    def end(self, module: nn.Module, output: Any) -> None:
+        self.forward.entered = False  # a hook may have raised before forward
 
 
 def looks_up(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tp_ext.auto.record import torch_rules as torch_rules  # registers the rules
 from tp_ext.auto.record.arguments import with_tensors
+from tp_ext.auto.record.boundary import install
 from tp_ext.auto.record.dims import Reason, pin
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.forwards import CalledForward, options_of
@@ -202,7 +203,7 @@ def _watch(model: nn.Module, record: Record, operators: bool) -> None:
     for name, module in model.named_modules():
         watch(name, module)
         if name and not isinstance(module, torch.jit.ScriptModule):
-            CalledForward(module, functools.partial(called, name)).install()
+            install(module, [CalledForward(module, functools.partial(called, name)).install()])
 
 
 class Arguments(NamedTuple):

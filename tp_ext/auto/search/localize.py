@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tp_ext.auto.record.boundary import install
 from tp_ext.auto.record.dims import Atom, atoms
 from tp_ext.auto.record.edits import Conversion, LeafPath, SizeCall
 from tp_ext.auto.record.multi_head import forward_on_fakes
@@ -190,7 +191,8 @@ class Localized:
                     module.register_forward_hook(hook.of_output)
             patch(model, patches)
             for name, calls in sizes.items():
-                SizedForward(model.get_submodule(name), name, calls).install()
+                for inner, edit in SizedForward(model.get_submodule(name), name, calls).install():
+                    install(inner, [edit])
             yield shapes
 
     def lines(self) -> list[str]:

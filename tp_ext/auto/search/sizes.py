@@ -6,7 +6,7 @@ sizes are changed, and from what to what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tp_ext.auto.record.boundary import Edit, Place
 from tp_ext.auto.record.edits import SizeCall
 from tp_ext.auto.record.forwards import run_forward
 from tp_ext.auto.record.keywords import by_place
@@ -228,13 +229,11 @@ class SizedForward:
         self.own = vars(module).get("forward")
         self.running: list[_Rewriting] = []
 
-    def install(self) -> None:
-        # The mode sees all calls that run below it, and those of inner modules are no part of this plan
-        for inner in self.module.modules():
-            if inner is not self.module:
-                inner.register_forward_pre_hook(PauseSizes(self), prepend=True)
-                inner.register_forward_hook(Resume(self), always_call=True)
+    def install(self) -> Iterator[tuple[nn.Module, Edit]]:
+        """Sets the forward; returns the edits that leave other modules alone."""
         self.module.forward = self
+        # The mode sees all calls that run below it, and those of inner modules are no part of this plan
+        return ((inner, OtherSizes(self)) for inner in self.module.modules() if inner is not self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = _Rewriting(self.name, self.calls)
@@ -251,22 +250,17 @@ class SizedForward:
 
 
 @dataclass
-class PauseSizes:
-    """A forward pre-hook of a module inside of one whose sizes are changed."""
+class OtherSizes(Edit):
+    """Of a module inside of one whose sizes are changed: its own stay."""
 
     forward: SizedForward
+    place = Place.SIZES
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for mode in self.forward.running[-1:]:
             mode.paused += 1
+        return args, kwargs
 
-
-@dataclass
-class Resume:
-    """The forward hook that undoes :class:`PauseSizes`."""
-
-    forward: SizedForward
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
         for mode in self.forward.running[-1:]:
             mode.paused -= 1

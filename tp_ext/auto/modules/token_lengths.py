@@ -1,4 +1,4 @@
-"""Hooks of sequence parallelism: where tensors become sharded on their tokens, and whole again, while a model runs.
+"""Lengths of tokens in sequence parallelism: whether they are sharded in a forward, and how long they are.
 
 Whether tokens are sharded is decided in each forward, by what is the same on all ranks: gradients are recorded, there
 are at least p tokens, and the guard has not found that the call needs them whole. So a model that generates text token
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tp_ext import _ops
-from tp_ext.auto.record.edits import Conversion, LeafPath, edits_of
+from tp_ext.auto.record.boundary import Edit, Place
+from tp_ext.auto.record.edits import LeafPath, edits_of
 from tp_ext.auto.record.record import tensors
-from tp_ext.auto.search.localize import argument_path, leaf_at, replaced, replaced_argument
-from tp_ext.conversions import I, P, R, S
+from tp_ext.auto.search.localize import argument_path, leaf_at
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import split_sizes
 
@@ -27,7 +26,7 @@ MAX_KNOWN = 4096  # storages, beyond which those that are gone are dropped
 
 @dataclass
 class TokenLengths:
-    """The full length of the tokens that were sharded last, for all hooks of a model.
+    """The full length of the tokens that were sharded last, for all edits of a model.
 
     Attributes:
         length: None: they are whole. forwards: of the model that run now. records: the running one records gradients,
@@ -111,13 +110,14 @@ def _recall(lengths: TokenLengths, x: Tensor) -> None:
 
 
 @dataclass
-class BeginForward:
-    """A forward pre-hook of the model, without which a stage of a pipeline would keep all tokens, silently."""
+class TokensOfForward(Edit):
+    """Of the model: whether this forward shards tokens. Without it a stage of a pipeline would keep all, silently."""
 
     lengths: TokenLengths
+    place = Place.TOKENS
     is_needed_in_stages = True
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         lengths = self.lengths
         # The outermost forward decides for those inside of it
         if lengths.forwards == 0:
@@ -125,17 +125,11 @@ class BeginForward:
             lengths.length = None
             lengths.records = torch.is_grad_enabled() and not (edits is not None and edits.whole_tokens)
         lengths.forwards += 1
+        return args, kwargs
 
-
-@dataclass
-class EndForward:
-    """The forward hook that ends :class:`BeginForward`, also after an exception."""
-
-    lengths: TokenLengths
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
         lengths, edits = self.lengths, edits_of(module)
-        # An exception in an earlier hook ends a forward that BeginForward has not counted
+        # An exception in an earlier hook ends a forward that has not been counted
         lengths.forwards = max(0, lengths.forwards - 1)
         for _, result in tensors(output) if edits is not None and edits.whole_tokens else ():
             if result.requires_grad:
@@ -147,14 +141,14 @@ class EndForward:
 
 
 @dataclass
-class KeepTokens:
-    """A forward pre-hook of a module with arguments that are sharded on their tokens: remembers their length, for a
-    recomputation in backward."""
+class KeptLengths(Edit):
+    """Of a module with arguments that are sharded on their tokens: their length, for a recomputation in backward."""
 
     paths: list[LeafPath]
     lengths: TokenLengths
+    place = Place.LENGTHS
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for path in self.paths:
             path_in_call = argument_path(module, args, kwargs, path)
             x = None if path_in_call is None else leaf_at((args, kwargs), path_in_call)
@@ -165,44 +159,4 @@ class KeepTokens:
                 self.lengths.recall(x)
             elif not torch.compiler.is_compiling():
                 self.lengths.remember(x)
-
-
-@dataclass
-class TokenBoundary:
-    """A forward hook: a result becomes sharded on its tokens, or whole again."""
-
-    edit: Conversion
-    lengths: TokenLengths
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return replaced(output, self.edit.path, self.converted)
-
-    def converted(self, x: Tensor) -> Tensor:
-        name, dim, types = self.lengths.group.name, self.edit.dim, self.edit.types
-        if types == (P, S):
-            # Whole tokens, here and below: the collectives are those without sequence parallelism
-            sizes = self.lengths.enter(x.shape[dim])
-            if sizes is None:
-                return _ops.reduce_from_region(x, name)
-            return _ops.reduce_scatter_region(x, name, dim, sizes)
-        if types == (I, S):
-            sizes = self.lengths.enter(x.shape[dim])
-            return x if sizes is None else _ops.scatter_to_region(x, name, dim, sizes)
-        sizes = self.lengths.sizes_of(x, dim)
-        if types == (S, R):
-            if sizes is None:
-                # The gradient is partial with whole tokens, too: sharded work uses the tensor
-                return _ops.copy_to_region(x, name)
-            return _ops.all_gather_region(x, name, dim, sizes)
-        return x if sizes is None else _ops.gather_from_region(x, name, dim, sizes)
-
-
-@dataclass
-class ArgumentBoundary:
-    """A forward pre-hook: :class:`TokenBoundary` of an argument."""
-
-    boundary: TokenBoundary
-    is_of_input = True  # an adapter would get the argument without it
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced_argument(module, args, kwargs, self.boundary.edit.path, self.boundary.converted)
+        return args, kwargs
