@@ -14,7 +14,7 @@ from tp_ext.auto.modules.token_lengths import TokenLengths
 from tp_ext.auto.record.boundary import Edit, Place
 from tp_ext.auto.record.edits import Conversion, LeafPath
 from tp_ext.auto.search.localize import replaced, replaced_argument
-from tp_ext.conversions import I, P, R, S
+from tp_ext.conversions import I, P, R, S, Type
 from tp_ext.group import ParallelGroup
 from tp_ext.sharding import CopiedRows
 
@@ -28,11 +28,10 @@ class Converted:
     tokens: TokenLengths | None = None
 
     def __post_init__(self) -> None:
-        self.function = "on_tokens" if self.edit.of_tokens else _FUNCTIONS[self.edit.types]
+        self.function = Converted.on_tokens if self.edit.of_tokens else _FUNCTIONS[self.edit.types]
 
     def __call__(self, x: Tensor) -> Tensor:
-        function: Callable[[Tensor], Tensor] = getattr(self, self.function)
-        return function(x)
+        return self.function(self, x)
 
     def summed(self, y: Tensor) -> Tensor:
         return _ops.reduce_from_region(y, self.group.name)
@@ -85,8 +84,11 @@ class Converted:
         return x if sizes is None else _ops.gather_from_region(x, name, dim, sizes)
 
 
-# Types of a tensor whose tokens are whole -> the method of Converted
-_FUNCTIONS = {(P, I): "summed", (I, R): "copied", (I, S): "sliced", (S, I): "gathered", (R, I): "of_one_rank"}
+# Of tensors whose tokens are whole
+_FUNCTIONS: dict[tuple[Type, Type], Callable[[Converted, Tensor], Tensor]] = {
+    (P, I): Converted.summed, (I, R): Converted.copied, (I, S): Converted.sliced, (S, I): Converted.gathered,
+    (R, I): Converted.of_one_rank,
+}  # fmt: skip
 
 
 @dataclass
@@ -117,7 +119,10 @@ class ConvertedOutput(Edit):
         self.place = Place.TOKENS_OF_OUTPUT if edit.of_tokens else of_values
 
     def after(self, module: nn.Module, output: Any) -> Any:
-        return replaced(output, self.converted.edit.path, self.converted)
+        converted = self.converted
+        path = converted.edit.path
+        # The output itself, as of most modules, costs no further calls
+        return replaced(output, path, converted) if path else converted.function(converted, output)
 
 
 @dataclass
@@ -182,9 +187,10 @@ class EnteredParameters(Edit):
         return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
-        for name in self.names:
-            # It is not there if tokens are whole, or if a hook has raised before
-            module.__dict__.pop(name, None)
+        for names in (self.divided, self.copied):
+            for name in names:
+                # It is not there if tokens are whole, or if a hook has raised before
+                module.__dict__.pop(name, None)
 
     @property
     def names(self) -> list[str]:

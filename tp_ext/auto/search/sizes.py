@@ -257,10 +257,10 @@ class OtherSizes(Edit):
     place = Place.SIZES
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        for mode in self.forward.running[-1:]:
-            mode.paused += 1
+        if self.forward.running:
+            self.forward.running[-1].paused += 1
         return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
-        for mode in self.forward.running[-1:]:
-            mode.paused -= 1
+        if self.forward.running:
+            self.forward.running[-1].paused -= 1
