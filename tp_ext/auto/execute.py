@@ -28,14 +28,14 @@ from tp_ext.auto.modules.boundary_edits import (
 )
 from tp_ext.auto.modules.call_edits import GatheredResults
 from tp_ext.auto.modules.copied import HOOKS, before_edits, keep_edits
-from tp_ext.auto.modules.direct_calls import convert_direct_calls, run_hooks_in_forward
+from tp_ext.auto.modules.direct_calls import convert_direct_calls
 from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, fused_norm, shard_embedding
 from tp_ext.auto.modules.logits import FullLogits, LogitsInShards
 from tp_ext.auto.modules.random_draws import draw_edits, register_draws
-from tp_ext.auto.modules.token_lengths import KeptLengths, TokenLengths, TokensOfForward
+from tp_ext.auto.modules.token_lengths import KeptLength, TokenLengths, TokensOfForward
 from tp_ext.auto.moved import keep_names
 from tp_ext.auto.record.arguments import autocast, without_modes
-from tp_ext.auto.record.boundary import Edit, EditsOfModules, install_all
+from tp_ext.auto.record.boundary import Edit, EditsOfModules, install
 from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.forwards import CalledForward
 from tp_ext.auto.record.multi_head import WEIGHTS, shard_attention
@@ -244,7 +244,8 @@ class _Applied:
         self.fuse_norms()
         patch(self.model, local_of(self.plan.patches, self.plan.sizes, self.group.rank).patches)
         self.edit_calls(own_input, is_guarded)
-        install_all(self.edits)
+        for module, edits in self.edits.items():
+            install(module, edits)
 
     def apply_alone(self) -> None:
         """Applies the part of a plan that one rank needs: linears for adapters, masks of any number of ranks."""
@@ -349,7 +350,7 @@ class _Applied:
         self.edits.setdefault(self.model.get_submodule(name), []).append(edit)
 
     def edit_calls(self, own_input: set[str], is_guarded: bool) -> None:
-        """Collects what modules do around their forwards, in any order: that of running is :class:`Place`."""
+        """Collects what modules do around their forwards, in any order: that of running is :class:`EditPlace`."""
         plan, group = self.plan, self.group
         self.edit("", NoAdapters())
         self.convert_tokens()
@@ -382,29 +383,24 @@ class _Applied:
         for name, calls in local.sizes.items():
             for inner, pause in SizedForward(self.model.get_submodule(name), name, calls).install():
                 self.edits.setdefault(inner, []).append(pause)
-        convert_direct_calls(self.model, plan, group, self.edits)
+        convert_direct_calls(self.model, plan, group, self.edits, is_guarded)
         for name in plan.direct:
             # Last: it wraps the other forwards of the instance, so that a call by name runs the hooks and then these
             self.edit(name, CalledForward(self.model.get_submodule(name)).install())
-        if is_guarded:
-            self.edit("", run_hooks_in_forward(self.model))
 
     def convert_tokens(self) -> None:
         """Collects the edits of sequence parallelism, but for layers that scatter their sums themselves."""
         if self.tokens is None:
             return
         self.edit("", TokensOfForward(self.tokens))
-        kept: dict[str, list[Any]] = {}
         for edit in self.plan.tokens:
             converted = Converted(edit, self.group, self.tokens)
             if edit.types == (S, S):
-                kept.setdefault(edit.module, []).append(edit.path)
+                self.edit(edit.module, KeptLength(edit.path, self.tokens))
             elif edit.at == "argument":
                 self.edit(edit.module, ConvertedArgument(converted))
             elif edit.module not in self.plan.roles:
                 self.edit(edit.module, ConvertedOutput(converted))
-        for name, paths in kept.items():
-            self.edit(name, KeptLengths(paths, self.tokens))
 
     def enter_parameters(self) -> None:
         entering: dict[str, EnteredParameters] = {}

@@ -85,7 +85,7 @@ def refuse_copies(watch: StateWatch) -> None:
                 f"model: {name.removesuffix(NEW)} is a copy of {vars(module)[NAME]}, which is sharded: add it to the "
                 "unsharded model, and plan and apply after that"
             )
-        for attribute in (name for edit in edits_at(module, EnteredParameters) for name in edit.names):
+        for attribute in (n for e in edits_at(module, EnteredParameters) for n in (*e.divided, *e.copied)):
             if attribute not in module._parameters:
                 raise RuntimeError(
                     f"model: {name}.{attribute} is computed from other parameters since the plan was applied, by "

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tp_ext import _ops
-from tp_ext.auto.modules.random_draws import CHECKPOINT
-from tp_ext.auto.record.boundary import Edit, Place, edits_at
+from tp_ext.auto.modules.random_draws import CHECKPOINT, SharedMode
+from tp_ext.auto.record.boundary import Edit, EditPlace, edits_at
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.search.in_blocks import REPLACED
 from tp_ext.auto.search.localize import is_conv1d
@@ -29,16 +28,11 @@ from tp_ext.nn.attention.scaled_dot_product import explicit_attention
 PLAIN = (Tensor, nn.Parameter)
 
 
-class BlockFunctions(TorchFunctionMode):
-    """Replaces the functions of :data:`REPLACED` in the calls of the modules of a model, whose edits share it."""
+class BlockFunctions(SharedMode):
+    """Replaces the functions of :data:`REPLACED` in the calls of the modules of a model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.running: list[nn.Module] = []
-        self.generates = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "running": []}
+    running: list[nn.Module]
+    generates = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replacement = REPLACEMENTS.get(func)
@@ -69,17 +63,6 @@ class BlockFunctions(TorchFunctionMode):
                     "followed with invariant_blocks; checkpoint modules, not functions inside of their forward"
                 )
             frame = frame.f_back
-
-    def begin(self, module: nn.Module) -> None:
-        refuse_compiled()
-        if not self.running:
-            self.__enter__()
-        self.running.append(module)
-
-    def end(self) -> None:
-        self.running.pop()
-        if not self.running:
-            self.__exit__(None, None, None)
 
 
 def _lowered(*tensors: Tensor) -> list[Tensor]:
@@ -219,12 +202,12 @@ class ReplacedFunctions(Edit):
     """Functions are replaced while the module's forward runs."""
 
     functions: BlockFunctions
-    place = Place.FUNCTIONS
+    place = EditPlace.FUNCTIONS
     is_needed_in_stages = True
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_compiled()
         self.functions.begin(module)
-        return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
         # After an exception of an earlier hook no call has begun

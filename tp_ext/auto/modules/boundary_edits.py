@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.auto.modules.token_lengths import TokenLengths
-from tp_ext.auto.record.boundary import Edit, Place
+from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import Conversion, LeafPath
 from tp_ext.auto.search.localize import replaced, replaced_argument
 from tp_ext.conversions import I, P, R, S, Type
@@ -100,9 +100,9 @@ class ConvertedArgument(Edit):
 
     def __post_init__(self) -> None:
         self.is_of_input = self.converted.edit.of_tokens
-        self.place = Place.TOKENS_OF_ARGUMENT if self.is_of_input else Place.SHARD_OF_ARGUMENT
+        self.place = EditPlace.TOKENS_OF_ARGUMENT if self.is_of_input else EditPlace.SHARD_OF_ARGUMENT
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return replaced_argument(module, args, kwargs, self.converted.edit.path, self.converted)
 
 
@@ -115,8 +115,8 @@ class ConvertedOutput(Edit):
 
     def __post_init__(self) -> None:
         edit = self.converted.edit
-        of_values = Place.SUM if edit.types == (P, I) else Place.GRADIENT_OF_OUTPUT
-        self.place = Place.TOKENS_OF_OUTPUT if edit.of_tokens else of_values
+        of_values = EditPlace.SUM if edit.types == (P, I) else EditPlace.GRADIENT_OF_OUTPUT
+        self.place = EditPlace.TOKENS_OF_OUTPUT if edit.of_tokens else of_values
 
     def after(self, module: nn.Module, output: Any) -> Any:
         converted = self.converted
@@ -132,13 +132,13 @@ class CopiedArguments(Edit):
     paths: list[LeafPath]
     group: ParallelGroup
     tokens: TokenLengths | None = None
-    place = Place.GRADIENTS_OF_ARGUMENTS
+    place = EditPlace.GRADIENTS_OF_ARGUMENTS
     is_needed_in_stages = True
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # With whole tokens the gradients are complete, as of an output
         if self.tokens is not None and self.tokens.length is None:
-            return args, kwargs
+            return None
         entered: dict[int, tuple[Tensor, Tensor]] = {}  # one sum for a tensor that is several arguments
 
         def enter(x: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ class EnteredParameters(Edit):
     copied: dict[str, tuple[int, CopiedRows]] = field(default_factory=dict)
     on_tokens: set[str] = field(default_factory=set)
     tokens: TokenLengths | None = None
-    place = Place.PARAMETERS
+    place = EditPlace.PARAMETERS
     is_needed_in_stages = True
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         for name, divided in self.divided.items():
             if name in self.on_tokens and self.tokens is not None and self.tokens.length is None:
                 continue
@@ -184,7 +184,6 @@ class EnteredParameters(Edit):
             # The operator counts the copied rows along dim 0
             parameter = module._parameters[name].movedim(dim, 0)  # type: ignore[union-attr]
             module.__dict__[name] = _ops.copy_replicas_to_region(parameter, self.group.name, *rows).movedim(0, dim)
-        return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
         for names in (self.divided, self.copied):
@@ -192,22 +191,12 @@ class EnteredParameters(Edit):
                 # It is not there if tokens are whole, or if a hook has raised before
                 module.__dict__.pop(name, None)
 
-    @property
-    def names(self) -> list[str]:
-        return [*self.divided, *self.copied]
-
 
 class NoAdapters(Edit):
     """Of the model: PEFT has not put its modules into it, which know of no shards."""
 
-    place = Place.ADAPTERS
+    place = EditPlace.ADAPTERS
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the arguments.
-
-        Raises:
-            RuntimeError: on all ranks, before the first collective of the forward.
-        """
-        if "peft_config" in module.__dict__:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if "peft_config" in module.__dict__:  # on all ranks, before the first collective of the forward
             raise RuntimeError("model: has adapters of PEFT, which know of no shards; use tp_ext.add_lora")
-        return args, kwargs

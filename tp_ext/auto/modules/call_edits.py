@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.modules.boundary_edits import Converted, ConvertedArgument
-from tp_ext.auto.record.boundary import BeforeForward, Edit, Place
+from tp_ext.auto.record.boundary import BeforeForward, Edit, EditPlace
 from tp_ext.auto.record.edits import CALL, CallEdits, Conversion, edits_of
 from tp_ext.auto.search.localize import replaced
 from tp_ext.group import ParallelGroup
@@ -45,7 +45,7 @@ class GatheredResults(Edit):
 
     gathers: list[Conversion]
     group: ParallelGroup
-    place = Place.GATHERS
+    place = EditPlace.GATHERS
 
     def __post_init__(self) -> None:
         self.is_needed_in_stages = bool(self.gathers)

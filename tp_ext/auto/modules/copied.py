@@ -47,10 +47,6 @@ def says_how_it_is_copied(cls: type) -> bool:
     return any(not owner.__module__.startswith(("torch.nn.", "tp_ext.", "builtins")) for owner in owners)
 
 
-def _is_ours(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("tp_ext.")
-
-
 class CopiedWithEdits(nn.Module):
     """A module whose copies have its edits. It becomes a base of an existing module's class, before what that is."""
 

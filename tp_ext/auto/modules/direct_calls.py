@@ -15,21 +15,22 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.modules.boundary_edits import Converted, CopiedArguments
 from tp_ext.auto.modules.leaves import empty_of
-from tp_ext.auto.record.boundary import Edit, EditsOfModules, Place, edits_at
+from tp_ext.auto.record.boundary import Edit, EditPlace, EditsOfModules, edits_at
 from tp_ext.auto.record.edits import Conversion, DirectCall, leaf_name
-from tp_ext.auto.record.forwards import options_of
+from tp_ext.auto.record.forwards import EnteredForward, options_of
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.auto.search.localize import replaced, replaced_argument
-from tp_ext.conversions import I, P, R, S
+from tp_ext.auto.search.plans import Plan
+from tp_ext.conversions import I, R, S
 from tp_ext.group import ParallelGroup
 
 RETURNED = {"return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_cache"}
@@ -62,8 +63,7 @@ class Conversions:
         self.checks_backward = direct.converts or tokens
 
         self.slices = [edit for edit in direct.values if edit.types == (I, S)]
-        self.gathers = [edit for edit in direct.values if edit.types == (S, I)]
-        self.sums = [edit for edit in direct.values if edit.types == (P, I)]
+        self.results = [edit for edit in direct.values if edit.after is I]
         # The gradient of a slice is that of this rank's elements: summed with those of the others
         copies = (*(edit for edit in direct.gradients if edit.types == (I, R)), *self.slices)
         self.copies = CopiedArguments(list(dict.fromkeys(edit.path for edit in copies)), group)
@@ -116,7 +116,7 @@ class Conversions:
     def leave(self, module: nn.Module, output: Any) -> Any:
         """The results of a direct call, whole."""
         returned = dict(tensors(output))  # by path: a call with other arguments may not return all
-        for edit in (*self.sums, *self.gathers):
+        for edit in self.results:
             if edit.path in returned:
                 lengths = next(of[leaf_name(edit.path)] for of in self.direct.results if leaf_name(edit.path) in of)
                 output = replaced(output, edit.path, functools.partial(self.converted, edit, len(lengths)))
@@ -209,7 +209,7 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
     conversions, outermost = call.conversions, call.outermost
     if call.has_hooks:
         # A copy without hooks, such as a pipeline makes, has none to go through
-        if not call.entered and any(edits_at(module, EnteredModel)):
+        if not call.entered and any(edits_at(module, EnteredForward)):
             return module(*args, **kwargs)
         call.entered = False
     in_hooks = conversions is not None and conversions.in_hooks
@@ -235,40 +235,20 @@ def _forward(module: DirectlyCalled, forward: Callable[..., Any], args: Any, kwa
     return output if conversions is None or in_hooks else conversions.leave(module, output)
 
 
-class EnteredModel(Edit):
-    """The last edit in front of a model's forward: the next call has come through the hooks."""
-
-    place = Place.ENTERED
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = vars(module).get("tp_call")
-        if call is not None:
-            call.entered = True
-        return args, kwargs
-
-
-def run_hooks_in_forward(model: nn.Module) -> EnteredModel:
-    """Lets ``model.forward(..)`` by name be a call of the model, whose hooks look at arguments and complete results."""
-    if not isinstance(model, DirectlyCalled):
-        _convert(model, CallOfModule("the model", Outermost(), None))
-    vars(model)["tp_call"].has_hooks = True
-    return EnteredModel()
-
-
 @dataclass
 class ConvertedCall(Edit):
     """The conversions of direct calls of a module that has other hooks."""
 
     conversions: Conversions
-    place = Place.CALL
+    place = EditPlace.CALL
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         conversions = self.conversions
         conversions.entered = True
         if conversions.outermost.name:
-            return args, kwargs
+            return None
         conversions.converting = conversions.is_direct()
-        return conversions.enter(module, args, kwargs) if conversions.converting else (args, kwargs)
+        return conversions.enter(module, args, kwargs) if conversions.converting else None
 
     def after(self, module: nn.Module, output: Any) -> Any:
         conversions = self.conversions
@@ -287,35 +267,32 @@ def _place() -> tuple[bool, bool]:
     return torch._C._current_graph_task_id() >= 0, frame is not None
 
 
-def convert_direct_calls(model: nn.Module, plan: DirectPlan, group: ParallelGroup, edits: EditsOfModules) -> None:
-    """Lets all modules convert that need it, or have one inside that does. After all other edits and forwards."""
+def convert_direct_calls(
+    model: nn.Module, plan: Plan, group: ParallelGroup, edits: EditsOfModules, is_guarded: bool
+) -> None:
+    """Lets all modules convert that need it, or have one inside that does; ``model.forward(..)`` by name runs the hooks
+    of a guarded model, which look at arguments and complete results. After all other edits and forwards."""
     outermost = Outermost()
     needed = {name for direct in plan.direct_calls if direct.converts for name in with_parents(direct.module)}
-    if not needed:
-        return
     tokens = any(edit.of_tokens for edit in plan.conversions)
     for direct in plan.direct_calls:
         if direct.module in needed:
             module = model.get_submodule(direct.module)
             takes_any = plan.roles.get(direct.module) in ("column", "row", "vocab")
             conversions = Conversions(outermost, direct, group, takes_any, tokens)
-            # A forward in the instance changes sizes of calls, which those of conversions must not be among
             hooked = module in edits or module._forward_pre_hooks or module._forward_hooks
+            # A forward in the instance changes sizes of calls, which those of conversions must not be among
             if hooked or "forward" in vars(module):
                 conversions.in_hooks = True
                 edits.setdefault(module, []).append(ConvertedCall(conversions))
             _convert(module, CallOfModule(direct.module, outermost, conversions))
-    _convert(model, CallOfModule("the model", outermost, None))
+    if needed or is_guarded:
+        call = CallOfModule("the model", outermost, None, has_hooks=is_guarded)
+        _convert(model, call)
+        if is_guarded:
+            edits.setdefault(model, []).append(EnteredForward(call))
 
 
 def _convert(module: nn.Module, call: CallOfModule) -> None:
     module.__class__ = with_direct_calls(type(module))
     module.tp_call = call  # type: ignore[assignment]
-
-
-class DirectPlan(Protocol):
-    """The attributes of a :class:`tp_ext.auto.Plan` that direct calls need."""
-
-    direct_calls: list[DirectCall]
-    roles: dict[str, str]
-    conversions: list[Conversion]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.auto.record.boundary import Edit, Place
+from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import replaced
@@ -263,7 +263,7 @@ class LogitsInShards(Edit):
     group: ParallelGroup
     sizes: tuple[int, ...]
     blocks: int | None = None
-    place = Place.LOGITS
+    place = EditPlace.LOGITS
 
     def after(self, module: nn.Module, output: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -279,7 +279,7 @@ class FullLogits(Edit):
     A training step that has its loss needs no logits: they stay sharded there, and nothing is gathered.
     """
 
-    place = Place.FULL_LOGITS
+    place = EditPlace.FULL_LOGITS
 
     def after(self, module: nn.Module, output: Any) -> Any:
         if torch.is_grad_enabled() and getattr(output, "loss", None) is not None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tp_ext.auto.modules.token_lengths import TokenLengths
-from tp_ext.auto.record.boundary import Edit, EditsOfModules, Place, install_all
+from tp_ext.auto.record.boundary import Edit, EditPlace, EditsOfModules, install
 from tp_ext.auto.record.edits import OTHER, Draw
 from tp_ext.common_generator import begin_draw
 from tp_ext.group import ParallelGroup
@@ -75,16 +75,37 @@ def _look_alike(draws: Sequence[Draw], rank: int) -> bool:
     )
 
 
-class Masks(TorchFunctionMode):
-    """Replaces the random calls of the modules of a model, whose edits share it."""
+class SharedMode(TorchFunctionMode):
+    """A function mode that edits of several modules share: it is active while one of these runs.
+
+    Once for all modules: with a mode for each, modules around saw a replaced call again (OPT, BART)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "running": []}
+
+    def begin(self, call: Any) -> None:
+        if not self.running:
+            self.__enter__()
+        self.running.append(call)
+
+    def end(self) -> None:
+        self.running.pop()
+        if not self.running:
+            self.__exit__(None, None, None)
+
+
+class Masks(SharedMode):
+    """Replaces the random calls of the modules of a model."""
+
+    running: list[_RunningCall]
 
     def __init__(self, group: ParallelGroup, tokens: TokenLengths | None = None) -> None:
         super().__init__()
         self.group, self.tokens = group, tokens
-        self.running: list[_RunningCall] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "running": []}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,17 +115,6 @@ class Masks(TorchFunctionMode):
             return self.attention(func, *args, **kwargs)
         # Other operators draw for replicated tensors alone: a plan leaves whole what they read and write
         return func(*args, **kwargs)
-
-    def begin(self, call: _RunningCall) -> None:
-        # Once for all modules: with a mode for each, modules around saw a replaced call again (OPT, BART)
-        if not self.running:
-            self.__enter__()
-        self.running.append(call)
-
-    def end(self) -> None:
-        self.running.pop()
-        if not self.running:
-            self.__exit__(None, None, None)
 
     # ------------------------------------------------------------ which draw a call is
 
@@ -280,7 +290,7 @@ class PlannedDraws(Edit):
     masks: Masks
     by_call: dict[str, list[list[Draw]]] = field(init=False)  # those of each caller, in the order of its calls
     alike: set[str] = field(init=False)  # callers whose draws only the place of a call distinguishes
-    place = Place.DRAWS
+    place = EditPlace.DRAWS
     is_needed_in_stages = True
 
     def __post_init__(self) -> None:
@@ -298,11 +308,10 @@ class PlannedDraws(Edit):
             if _look_alike([draw for call in calls for draw in call], rank)
         }
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # Within a call that draws, a module in eval mode must be the innermost, or it would take draws of its caller
         if module.training or self.always or self.masks.running:
             self.begin(module)
-        return args, kwargs
 
     def begin(self, module: nn.Module) -> None:
         masks, draws = self.masks, self.draws
@@ -338,21 +347,17 @@ class OtherDraws(Edit):
 
     group: ParallelGroup
     always: bool
-    place = Place.OTHER_DRAWS
+    place = EditPlace.OTHER_DRAWS
     is_needed_in_stages = True
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module.training or self.always:
             # Nothing says on which device it will draw
-            on_cuda = next((t.device for t in (*module.parameters(), *tree_leaves(args)) if _is_on_cuda(t)), None)
+            values = (*module.parameters(), *tree_leaves(args))
+            on_cuda = next((value.device for value in values if isinstance(value, Tensor) and value.is_cuda), None)
             for device in (torch.device("cpu"), on_cuda):
                 if device is not None:
                     begin_draw((self.group,), device)
-        return args, kwargs
-
-
-def _is_on_cuda(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda
 
 
 def draw_edits(draws: Sequence[Draw], group: ParallelGroup, tokens: TokenLengths | None) -> Iterator[tuple[str, Edit]]:
@@ -373,4 +378,5 @@ def register_draws(model: nn.Module, draws: Sequence[Draw], group: ParallelGroup
     edits: EditsOfModules = {}
     for name, edit in draw_edits(draws, group, None):
         edits.setdefault(model.get_submodule(name), []).append(edit)
-    install_all(edits)
+    for module, edits_of_module in edits.items():
+        install(module, edits_of_module)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tp_ext.auto.record.boundary import Edit, Place
+from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import LeafPath, edits_of
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import argument_path, leaf_at
@@ -81,9 +81,22 @@ class TokenLengths:
         # By storage: a checkpoint detaches its arguments, so that a recomputation has other tensors of the same memory
         self.known[storage._cdata] = StorageWeakRef(storage), self.length
 
+    @torch.compiler.disable
     def recall(self, x: Tensor) -> None:
         """Sets the length of the tokens of an argument of a module that runs outside of a forward of the model."""
-        _recall(self, x)
+        backward = _backward()
+        if backward < 0:
+            self.length = None  # a module called by itself has whole arguments
+            return
+        known = self.known.get(x.untyped_storage()._cdata)
+        if known is None or known[0].expired():
+            if self.backward == backward:
+                return  # computed by the recomputation itself
+            raise RuntimeError(
+                "sequence parallelism: a module is recomputed in backward from arguments that its forward did not "
+                "have; compile what contains the checkpoint, or nothing, and keep its arguments where they are"
+            )
+        self.length, self.backward = known[1], backward
 
 
 @torch.compiler.disable
@@ -92,32 +105,15 @@ def _backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-@torch.compiler.disable
-def _recall(lengths: TokenLengths, x: Tensor) -> None:
-    backward = _backward()
-    if backward < 0:
-        lengths.length = None  # a module called by itself has whole arguments
-        return
-    known = lengths.known.get(x.untyped_storage()._cdata)
-    if known is None or known[0].expired():
-        if lengths.backward == backward:
-            return  # computed by the recomputation itself
-        raise RuntimeError(
-            "sequence parallelism: a module is recomputed in backward from arguments that its forward did not have; "
-            "compile what contains the checkpoint, or nothing, and keep its arguments where they are"
-        )
-    lengths.length, lengths.backward = known[1], backward
-
-
 @dataclass
 class TokensOfForward(Edit):
     """Of the model: whether this forward shards tokens. Without it a stage of a pipeline would keep all, silently."""
 
     lengths: TokenLengths
-    place = Place.TOKENS
+    place = EditPlace.TOKENS
     is_needed_in_stages = True
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         lengths = self.lengths
         # The outermost forward decides for those inside of it
         if lengths.forwards == 0:
@@ -125,7 +121,6 @@ class TokensOfForward(Edit):
             lengths.length = None
             lengths.records = torch.is_grad_enabled() and not (edits is not None and edits.whole_tokens)
         lengths.forwards += 1
-        return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
         lengths, edits = self.lengths, edits_of(module)
@@ -141,22 +136,20 @@ class TokensOfForward(Edit):
 
 
 @dataclass
-class KeptLengths(Edit):
-    """Of a module with arguments that are sharded on their tokens: their length, for a recomputation in backward."""
+class KeptLength(Edit):
+    """Of a module with an argument that is sharded on its tokens: their length, for a recomputation in backward."""
 
-    paths: list[LeafPath]
+    path: LeafPath
     lengths: TokenLengths
-    place = Place.LENGTHS
+    place = EditPlace.LENGTHS
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        for path in self.paths:
-            path_in_call = argument_path(module, args, kwargs, path)
-            x = None if path_in_call is None else leaf_at((args, kwargs), path_in_call)
-            # A call may have another kind of argument in its place
-            if not isinstance(x, Tensor):
-                continue
-            if self.lengths.forwards == 0:
-                self.lengths.recall(x)
-            elif not torch.compiler.is_compiling():
-                self.lengths.remember(x)
-        return args, kwargs
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path_in_call = argument_path(module, args, kwargs, self.path)
+        x = None if path_in_call is None else leaf_at((args, kwargs), path_in_call)
+        # A call may have another kind of argument in its place
+        if not isinstance(x, Tensor):
+            return
+        if self.lengths.forwards == 0:
+            self.lengths.recall(x)
+        elif not torch.compiler.is_compiling():
+            self.lengths.remember(x)

@@ -1,4 +1,4 @@
-"""The one interceptor of an edited module: what a plan does around its forward, in the order of :class:`Place`.
+"""The one interceptor of an edited module: what a plan does around its forward, in the order of :class:`EditPlace`.
 
 Edits are objects of classes, no closures, so that a sharded model can be copied and pickled."""
 
@@ -7,12 +7,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 
-class Place(enum.IntEnum):
+class EditPlace(enum.IntEnum):
     """The order of edits around a forward, from outside to inside: they begin in this order and end in the reverse.
 
     All run inside of hooks that are registered later. Forward hooks that a user has registered before run inside of all
@@ -24,12 +24,12 @@ class Place(enum.IntEnum):
     SIZES = enum.auto()  # those of the code around are left alone
     FUNCTIONS = enum.auto()  # outside of draws: attention with dropout is made of products and a softmax
     DRAWS = enum.auto()
+    ADAPTERS = enum.auto()
     GATHERS = enum.auto()  # the last of a call of the model: others ask what it does otherwise
     TOKENS = enum.auto()  # whether the model shards them
     FULL_LOGITS = enum.auto()
     LOGITS = enum.auto()
     USERS = enum.auto()
-    ADAPTERS = enum.auto()
     TOKENS_OF_OUTPUT = enum.auto()
     GRADIENT_OF_OUTPUT = enum.auto()
     SUM = enum.auto()
@@ -39,7 +39,6 @@ class Place(enum.IntEnum):
     PARAMETERS = enum.auto()
     GRADIENTS_OF_ARGUMENTS = enum.auto()
     OTHER_DRAWS = enum.auto()
-    ENTERED = enum.auto()
 
 
 class Edit:
@@ -50,13 +49,12 @@ class Edit:
         is_of_input: an adapter of the module would get its input without this.
     """
 
-    place: Place
+    place: EditPlace
     is_needed_in_stages = False
     is_of_input = False
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the arguments of forward."""
-        return args, kwargs
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of forward as ``(args, kwargs)``, or None: they stay as they are."""
 
     def after(self, module: nn.Module, output: Any) -> Any:
         """Returns the result of forward."""
@@ -70,28 +68,24 @@ EditsOfModules = dict[nn.Module, list[Edit]]
 
 
 @dataclass
-class _Hook:
+class _HookOfEdits:
     edits: list[Edit]
 
-    @property
-    def is_needed_in_stages(self) -> bool:
-        return any(edit.is_needed_in_stages for edit in self.edits)
-
-    @property
-    def is_of_input(self) -> bool:
-        return any(edit.is_of_input for edit in self.edits)
+    def __post_init__(self) -> None:
+        self.is_needed_in_stages = any(edit.is_needed_in_stages for edit in self.edits)
+        self.is_of_input = any(edit.is_of_input for edit in self.edits)
 
 
-class BeforeForward(_Hook):
+class BeforeForward(_HookOfEdits):
     """The forward pre-hook of edits."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for edit in self.edits:
-            args, kwargs = edit.before(module, args, kwargs)
+            args, kwargs = edit.before(module, args, kwargs) or (args, kwargs)
         return args, kwargs
 
 
-class AfterForward(_Hook):
+class AfterForward(_HookOfEdits):
     """The forward hook of edits."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -100,7 +94,7 @@ class AfterForward(_Hook):
         return output
 
 
-class EndOfForward(_Hook):
+class EndOfForward(_HookOfEdits):
     """The forward hook that ends edits, also after an exception."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -113,9 +107,9 @@ def install(module: nn.Module, edits: Iterable[Edit]) -> None:
     inwards = sorted(edits, key=lambda edit: edit.place)
     outwards = sorted(inwards, key=lambda edit: -edit.place)
     begun = _with(inwards, "before")
-    if outer := [edit for edit in begun if edit.place < Place.USERS]:
+    if outer := [edit for edit in begun if edit.place < EditPlace.USERS]:
         module.register_forward_pre_hook(BeforeForward(outer), prepend=True, with_kwargs=True)
-    if inner := [edit for edit in begun if edit.place > Place.USERS]:
+    if inner := [edit for edit in begun if edit.place > EditPlace.USERS]:
         module.register_forward_pre_hook(BeforeForward(inner), with_kwargs=True)
     if changing := _with(outwards, "after"):
         module.register_forward_hook(AfterForward(changing))
@@ -123,20 +117,11 @@ def install(module: nn.Module, edits: Iterable[Edit]) -> None:
         module.register_forward_hook(EndOfForward(ending), always_call=True)
 
 
-def install_all(edits: EditsOfModules) -> None:
-    """Registers the hooks of several modules."""
-    for module, edits_of_module in edits.items():
-        install(module, edits_of_module)
-
-
 def _with(edits: Iterable[Edit], method: str) -> list[Edit]:
     return [edit for edit in edits if getattr(type(edit), method) is not getattr(Edit, method)]
 
 
-_Kind = TypeVar("_Kind", bound=Edit)
-
-
-def edits_at(module: nn.Module, kind: type[_Kind]) -> Iterator[_Kind]:
+def edits_at(module: nn.Module, kind: type[Edit]) -> Iterator[Any]:
     """The edits of a class that begin before the forward of a module."""
     for hook in module._forward_pre_hooks.values():
         yield from (edit for edit in hook.edits if isinstance(edit, kind)) if isinstance(hook, BeforeForward) else ()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.record.boundary import Edit, Place
+from tp_ext.auto.record.boundary import Edit, EditPlace
 
 
 class CalledForward:
@@ -85,14 +85,13 @@ def options_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[
 
 @dataclass
 class EnteredForward(Edit):
-    """What forward is called with next has come through ``module()``."""
+    """What forward is called with next has come through ``module()``, which ``forward.entered`` says."""
 
-    forward: CalledForward
-    place = Place.BY_NAME
+    forward: Any
+    place = EditPlace.BY_NAME
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.forward.entered = True
-        return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
         self.forward.entered = False  # a hook may have raised before forward

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tp_ext.auto.record.boundary import Edit, Place
+from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import SizeCall
 from tp_ext.auto.record.forwards import run_forward
 from tp_ext.auto.record.keywords import by_place
@@ -254,12 +254,11 @@ class OtherSizes(Edit):
     """Of a module inside of one whose sizes are changed: its own stay."""
 
     forward: SizedForward
-    place = Place.SIZES
+    place = EditPlace.SIZES
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.forward.running:
             self.forward.running[-1].paused += 1
-        return args, kwargs
 
     def end(self, module: nn.Module, output: Any) -> None:
         if self.forward.running:
