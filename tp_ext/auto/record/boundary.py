@@ -1,6 +1,7 @@
 """The one interceptor of an edited module: what a plan does around its forward, in the order of :class:`EditPlace`.
 
-Edits are objects of classes, no closures, so that a sharded model can be copied and pickled."""
+See [Note: edits of a module have one order]. Edits are objects of classes, no closures, so that a sharded model can be
+copied and pickled."""
 
 from __future__ import annotations
 
