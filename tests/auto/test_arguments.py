@@ -26,7 +26,7 @@ from transformers import BatchEncoding, DynamicCache, LlamaConfig, LlamaForCausa
 from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.proof.prove_values import examples, filled
+from tp_ext.auto.proof.random_values import examples, filled
 
 WIDTH = 8
 close = {"rtol": 1e-12, "atol": 1e-12}  # ranks sum in another order
@@ -111,7 +111,7 @@ def test_a_proof_runs_on_the_host():
         module.factor = torch.ones(3, device="cuda")
         filled(module, torch.float64)
         mask = torch.ones(2, dtype=torch.bool, device="cuda")
-        ((given,), _), *_ = (call for _, call in examples((mask,), None))
+        ((given,), _), *_ = examples((mask,), None)
     of_module = [*module.parameters(), *module.buffers(), module.factor, given]
     assert {tensor.device.type for tensor in of_module} == {"cpu"} and len(of_module) == 7
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
+from tp_ext.auto.proof import prove_values
 from tp_ext.auto.proof.prove_values import SPAN, RunResults, compare_runs
 from tp_ext.auto.search.localize import Localized
 from tp_ext.debug import simulate
@@ -31,6 +32,9 @@ class Base(nn.Module):
 
     def mlp(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
 
 
 def compare(group: Any, model: nn.Module, example: Any) -> list[str]:
@@ -246,6 +250,36 @@ def test_what_runs_in_some_modes_is_proven_in_these(made: Any, example: Any, num
         model.eval()
     sharded = run(compare, p, model, example)[0]
     assert len(sharded) == (number if p > 1 else len(sharded)), sharded
+
+
+T, E, G, N = True, False, True, False  # train or eval mode, gradients or none
+PAIRS = [(3, T, G), (3, E, N), (2, T, G), (2, T, N), (2, E, G)]
+RUNS = [
+    (Base, X, PAIRS),
+    (Base, X[:1], [(rows - 1, *mode) for rows, *mode in PAIRS]),
+    # Training on one row, which BatchNorm refuses, is on two rows in its place
+    (Normalised, X[:2], [(2, T, G), (2, E, N), (2, T, N), (1, E, G)]),
+]
+
+
+@pytest.mark.parametrize(("made", "x", "runs"), RUNS, ids=["three rows", "one row", "refused"])
+def test_a_proof_runs_a_model_as_seldom_as_modes_and_batches_allow(
+    made: Any, x: Tensor, runs: list[tuple[int, bool, bool]], monkeypatch: pytest.MonkeyPatch
+):
+    """Each run costs as much as the model; any two of batch, mode and gradients occur together in each way."""
+    seen: list[tuple[int, bool, bool]] = []
+    original = prove_values.run_model
+
+    def counted(model: nn.Module, call: Any, backward: bool, *rest: Any) -> Any:
+        result = original(model, call, backward, *rest)
+        seen.append((call[0][0].shape[0], model.training, backward))
+        return result
+
+    monkeypatch.setattr(prove_values, "run_model", counted)
+    plan = auto.plan(made(), (x,), 2)
+    assert plan.proof == "values" and set(ALL) <= plan.shardings.keys()
+    assert seen[-2 * len(runs) :] == [run for run in runs for _ in range(2)]  # the two ranks, in turns
+    assert seen[-3 * len(runs) : -2 * len(runs)] == runs
 
 
 # ---------------------------------------------------------------- shapes in place, rules that do not fit

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from tp_ext.auto.proof.watched_hooks import watched_hooks
 from tp_ext.auto.record.arguments import with_strides_of, with_tensors
 from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.record import tensors
-from tp_ext.auto.record.trace import Arguments, arguments
 from tp_ext.auto.record.unchanged import places_of
 from tp_ext.auto.search.localize import replaced
 from tp_ext.auto.search.plans import Plan
@@ -39,7 +38,6 @@ from tp_ext.simulation.rank_state import owned_by_ranks
 
 MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
 SPAN = 1 << 16  # elements that are compared at once
-FEW = 64  # tokens with which the example is run as it is
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
 
 
@@ -76,112 +74,6 @@ class RunResults:
         """A gradient of rounding noise alone has no size of its own, and is compared with this share of the largest."""
         gradients = (t.abs() if t.is_complex() else t for t in self.gradients.values() if t.numel())
         return 1e-3 * max(map(_largest, gradients), default=0.0)
-
-
-# ---------------------------------------------------------------- a smaller model
-
-
-def bytes_of(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Bytes of the parameters, in a floating-point type."""
-    size = {None: 0, torch.float64: 8, torch.float32: 4}.get(dtype, 0)
-    return sum(t.numel() * (size if size and t.is_floating_point() else t.element_size()) for t in model.parameters())
-
-
-def filled(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Gives a model random weights in place, of a floating-point type; buffers keep their values, if they have any."""
-    generator = torch.Generator().manual_seed(0)
-    by_id: dict[int, Any] = {}
-    noise = torch.randn(min(1 << 20, max([p.numel() for p in model.parameters()], default=1)) + 7, generator=generator)
-    for module in model.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                if id(tensor) not in by_id:
-                    value = _weight(tensor, noise, dtype)
-                    by_id[id(tensor)] = tensor, nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    if type(tensor) is nn.Parameter:  # that of a fake has its device, too
-                        by_id[id(tensor)][1].__dict__.update(tensor.__dict__)
-                module._parameters[name] = by_id[id(tensor)][1]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in by_id:
-                    by_id[id(buffer)] = buffer, _value(buffer, generator, dtype, is_kept=True)
-                module._buffers[name] = by_id[id(buffer)][1]
-        # Tensors that modules hold as plain attributes
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not name.startswith("_") and value.is_floating_point():
-                vars(module)[name] = value.to("cpu", _target(value, dtype))
-
-
-def _target(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _weight(tensor: Tensor, noise: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Random numbers: repeated noise, which costs a copy; of matrices so small that sums keep their size."""
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu", copy=True)
-    flat = torch.empty(tensor.numel(), dtype=_target(tensor, dtype))
-    for start in range(0, flat.numel(), noise.numel()):
-        flat[start : start + noise.numel()] = noise[: flat.numel() - start]
-    value = flat.view(tensor.shape)
-    # No vector is zero or one: both hide errors
-    return value.mul_(tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else value.mul_(0.2).add_(0.7)
-
-
-def _value(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype | None, is_kept: bool = False) -> Tensor:
-    """The value of a buffer or an argument; one on meta, or one of zeros that is not kept, gets a random one."""
-    # Zeros stand for any values, and hide errors
-    if not tensor.is_meta and (
-        is_kept or tensor.layout != torch.strided or tensor.dtype == torch.bool or bool(tensor.any())
-    ):
-        return tensor.detach().to("cpu", _target(tensor, dtype), copy=True)
-    if tensor.is_floating_point() or tensor.is_complex():
-        return torch.randn(tensor.shape, generator=generator, dtype=_target(tensor, dtype))
-    if tensor.dtype == torch.bool:
-        return torch.ones(tensor.shape, dtype=tensor.dtype)
-    # The sizes of tables are not known here: 0 and 1 are rows of nearly every table
-    return torch.randint(0, 2, tensor.shape, generator=generator, dtype=tensor.dtype)
-
-
-def examples(example: Any, dtype: torch.dtype | None, read: Container[int] = ()) -> Iterator[tuple[str, Any]]:
-    """The example with values, and one with a row more in its batch. Tensors with these ids, which code reads, keep
-    their values."""
-    generator = torch.Generator().manual_seed(1)
-
-    def value(x: Tensor) -> Tensor:
-        return with_strides_of(x, _value(x, generator, dtype, id(x) in read))
-
-    first = with_tensors(arguments(example), value)
-    yield "the example", first
-    # A second batch shows a length of the example that has become a constant of the plan
-    batch = next((t.shape[0] for _, t in tensors(first) if t.dim() > 1), None)
-
-    def longer(x: Tensor) -> Tensor:
-        return torch.cat([x, x[:1]]) if x.layout == torch.strided and x.dim() and x.shape[0] == batch else x
-
-    if batch is not None:
-        yield "another batch", with_tensors(first, longer)
-
-
-def few_tokens(example: Any, p: int) -> Any:
-    """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both."""
-    args, kwargs = arguments(example)
-    ids = next((t for _, t in tensors((args, kwargs)) if t.dim() == 2 and not t.is_floating_point()), None)
-    # Images and features have no dim that is known to be of tokens
-    if ids is None or ids.numel() <= FEW:
-        return example
-    lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
-
-    def shorter(x: Tensor) -> Tensor:
-        # A mask [batch, 1, query, key] has tokens in its last dims, too
-        for dim, size in enumerate(x.shape[:2] if x.dim() < 4 else x.shape):
-            x = x.narrow(dim, 0, lengths.get(size, size))
-        return x
-
-    short = with_tensors((args, kwargs), shorter)
-    if isinstance(example, Arguments):
-        return Arguments(*short)
-    return {**short[1]} if isinstance(example, Mapping) else short[0]
 
 
 # ---------------------------------------------------------------- runs
@@ -308,12 +200,14 @@ class Run:
 
     Attributes:
         input_gradients: whether the floating-point arguments require gradients.
+        spare: the call in place of one that the model does not accept in this mode, if that proves anything new.
     """
 
     call: Any
     training: bool
     backward: bool
     input_gradients: bool = True
+    spare: Any = None
 
     def __call__(self, model: nn.Module) -> RunResults:
         return run_model(model.train(self.training), self.call, self.backward, full_logits, self.input_gradients)
@@ -323,7 +217,7 @@ def prove(
     reduced: nn.Module,
     plan: Plan,
     whole: Plan,
-    calls: list[tuple[str, Any]],
+    calls: list[Any],
     dtype: torch.dtype | None,
     apply: Apply,
     gradients: bool = True,
@@ -380,7 +274,7 @@ def no_garbage() -> Iterator[None]:
 
 
 def _reference(
-    reduced: nn.Module, whole: Plan, calls: list[tuple[str, Any]], apply: Apply, gradients: bool
+    reduced: nn.Module, whole: Plan, calls: list[Any], apply: Apply, gradients: bool
 ) -> tuple[list[Run], list[RunResults]]:
     """Runs the unsharded model in all modes; returns the runs that it accepts, and their results.
 
@@ -388,8 +282,7 @@ def _reference(
         UnprovenError: it accepts no run of training. DifferentValuesError: it does without the
             layers and masks of ``whole``.
     """
-    modes = [(training, backward) for training in (True, False) for backward in (True, False)[not gradients :]]
-    runs = [Run(call, *mode) for _, call in calls for mode in modes]
+    runs = _runs(calls, gradients)
     try:
         return _accepted(reduced, runs, lambda model, group: apply(whole, model, group))
     except UnprovenError as error:
@@ -399,6 +292,31 @@ def _reference(
             raise error from None
         # The model runs, but not with layers of this package
         raise DifferentValuesError(str(error)) from error
+
+
+def _runs(calls: list[Any], gradients: bool) -> list[Run]:
+    """Returns the runs of a proof, of which each costs as much as the model.
+
+    Any two of (batch, train or eval, gradients or none) occur together in each way, which shows what depends on two of
+    them. The three runs left out would show what depends on all three alone: the code of eval mode without gradients
+    at the smaller batch alone, and at the larger batch alone training without gradients, and gradients in eval mode."""
+    if not gradients:
+        return [Run(call, training, False) for training in (True, False) for call in calls]
+    large, small = sorted((calls[0], calls[-1]), key=_elements, reverse=True)
+    if len(calls) == 1:
+        return [Run(large, training, backward) for training in (True, False) for backward in (True, False)]
+    # Training with gradients twice: code may take another path at its second step
+    return [
+        Run(large, training=True, backward=True),
+        Run(large, training=False, backward=False, spare=small),
+        Run(small, training=True, backward=True),
+        Run(small, training=True, backward=False, spare=large),
+        Run(small, training=False, backward=True, spare=large),
+    ]
+
+
+def _elements(call: Any) -> int:
+    return sum(tensor.numel() for _, tensor in tensors(call))
 
 
 def _accepted(
@@ -435,7 +353,9 @@ def _accepted(
         if failed.backward and failed.input_gradients:
             runs = [dataclasses.replace(run, input_gradients=False) for run in runs]
         else:
-            runs = [run for run in runs if run is not failed]
+            at = len(results)
+            spares = [dataclasses.replace(failed, call=failed.spare, spare=None)] if failed.spare is not None else []
+            runs = [*runs[:at], *spares, *runs[at + 1 :]]
     raise UnprovenError(first_error)
 
 

@@ -16,12 +16,9 @@ from tp_ext.auto.proof.prove_values import (
     Apply,
     DifferentValuesError,
     UnprovenError,
-    bytes_of,
-    examples,
-    few_tokens,
-    filled,
     prove,
 )
+from tp_ext.auto.proof.random_values import bytes_of, examples, few_tokens, filled
 from tp_ext.auto.proof.scaled_down import scaled_down
 from tp_ext.auto.proof.shortened import shortened
 from tp_ext.auto.record import progress
@@ -236,8 +233,8 @@ class Prover:
             try:
                 running = copy_of_structure(self.reduced)
                 filled(running, dtype)
-                calls = list(examples(self.example, dtype, read_ids(self.read, arguments(self.example))))
-                if self.read is not None and not self.read.hold(calls[0][1], READ_TOLERANCE):
+                calls = examples(self.example, dtype, read_ids(self.read, arguments(self.example)))
+                if self.read is not None and not self.read.hold(calls[0], READ_TOLERANCE):
                     raise UnprovenError(f"numbers that code reads of the example are others in {dtype}")
                 prove(running, plan, whole, calls, dtype, self.apply, self.gradients)
                 return ""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.proof.copies import copy_of_structure
-from tp_ext.auto.proof.prove_values import FEW, UnprovenError
+from tp_ext.auto.proof.prove_values import UnprovenError
+from tp_ext.auto.proof.random_values import FEW
 from tp_ext.auto.record.arguments import with_tensors
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
