@@ -2,6 +2,7 @@
 model's, whatever is cut, copied, padded, replicated or tied.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -172,6 +173,41 @@ def _count(group):
 
 def test_one_number_per_axis_is_sent():
     assert ranks.run(_count, 4) == [{"all_reduce": 2}] * 4
+
+
+DTYPES = {
+    "none": [torch.float64, None],
+    "first has none": [None, torch.float64],
+    "wider": [torch.bfloat16, torch.float32],
+    "neither is wider": [torch.float16, torch.bfloat16],
+    "of three": [torch.float16, None, torch.float64],
+    "nowhere": [None, None],
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("norm_type", [0, 1, *NORMS])
+def test_stages_without_gradients_and_of_other_dtypes(dtypes, norm_type):
+    """All stages have the same norm, in the widest dtype of all of them, from one message."""
+
+    def norm_of(rank, group):
+        dtype = dtypes[rank]
+        weight = nn.Parameter(torch.full((3, 2), 1 / 3 + rank, dtype=dtype or torch.float32))
+        if dtype is not None:
+            weight.grad = weight.detach().clone()
+        with tp_ext.debug.count_collectives() as counts:
+            norm = tp_ext.grad_norm([weight], norm_type, group=None, extra_groups=group)
+        return norm, counts.number, tp_ext.clip_grad_norm_([weight], 1.0, norm_type, group=None, extra_groups=group)
+
+    (first, sent, _), *_ = results = tp_ext.debug.simulate(norm_of, len(dtypes))
+    known = [torch.full((3, 2), 1 / 3 + i, dtype=d) for i, d in enumerate(dtypes) if d is not None]
+    wide = functools.reduce(torch.promote_types, [t.dtype for t in known] or [torch.float32])
+    want = nn.utils.get_total_norm([t.double() for t in known], norm_type).to(wide)
+    is_half = any(t.element_size() == 2 for t in known)  # of these torch rounds the norm of each rank, unless it is 2
+    torch.testing.assert_close(first, want, **({"rtol": 1e-2, "atol": 0} if is_half else {}))
+    for norm, count, before in results:
+        assert norm.dtype == before.dtype == wide and torch.equal(norm, first) and torch.equal(before, first)
+        assert count == sent == 1
 
 
 def _over_the_group_itself(group):

@@ -30,6 +30,8 @@ Groups = Group | Sequence[Group]
 
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # supported by our kernels; their devices below
 _DEVICES = {"cpu", "cuda"} if load().build_info()["cuda"] else {"cpu"}
+_WIDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # to which a norm is rounded
+_RANKS = 2**13  # more than a group has: the ranks of four dtypes are counted exactly in one number of fp64
 _UNKNOWN: Any = object()
 
 
@@ -60,8 +62,8 @@ def clip_grad_norm_(
     Communicates and raises as :func:`grad_norm`. ValueError: a negative max_norm.
     """
     max_norm = _checked_max(max_norm)
-    exact, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
-    return _clipped(exact, table, max_norm, norm_type, error_if_nonfinite, foreach)
+    exact, dtypes, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
+    return _clipped(exact, dtypes, table, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def _checked_max(max_norm: float) -> float:
@@ -73,6 +75,7 @@ def _checked_max(max_norm: float) -> float:
 
 def _clipped(
     exact: Tensor,
+    dtypes: set[torch.dtype],
     table: Sequence[GradientRow],
     max_norm: float,
     norm_type: float,
@@ -80,7 +83,7 @@ def _clipped(
     foreach: bool | None,
 ) -> Tensor:
     """Scales the gradients of the rows, and returns the norm in its final dtype."""
-    total = _checked(exact, table, norm_type, error_if_nonfinite)
+    total = _checked(exact, dtypes, norm_type, error_if_nonfinite)
     # Each only once, even if given twice: the kernel processes all at the same time
     stored = {id(grad): grad for _, _, terms in table for grad in terms}
     _clip([*map(local_gradient, stored.values())], max_norm, exact if foreach is not False else total, foreach)
@@ -110,10 +113,11 @@ def norm_of_rows(
     of_rows = {group.name: group for _, layout, _ in rows for _, group in layout}
     groups = axes_of_groups(sorted(of_rows.values(), key=lambda group: [rank - group.ranks[0] for rank in group.ranks]))
     _refuse_tangents(rows)
-    exact = _norm(rows if norm_type else rows[:listed], float(norm_type), groups, (), set(), foreach)
+    dtypes = _dtypes(rows)
+    exact = _norm(rows if norm_type else rows[:listed], float(norm_type), groups, (), set(), foreach, dtypes)
     if max_norm is None:
-        return _checked(exact, rows, norm_type, error_if_nonfinite)
-    return _clipped(exact, rows, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _checked(exact, dtypes, norm_type, error_if_nonfinite)
+    return _clipped(exact, dtypes, rows, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @torch.no_grad()
@@ -157,7 +161,8 @@ def grad_norm(
         The norm, the same on all ranks, in the widest dtype of the gradients. The one-pass norm is rounded
         once to that dtype, is finite where squares overflow in it, and is the same for any number of threads.
 
-    Communicates: one all-reduce of one number over every group, every axis of FSDP2's mesh and every extra group.
+    Communicates: one all-reduce over every group, every axis of FSDP2's mesh and every extra group: of one number, of
+    two over an extra group, whose ranks may have gradients of other dtypes, or none.
 
     Raises:
         ValueError: a bare parameter without ``tp_layout`` (pass the module), or a shard whose group is not known; a
@@ -166,8 +171,8 @@ def grad_norm(
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
         NotImplementedError: a gradient has a tangent (forward-mode AD).
     """
-    exact, table = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
-    return _checked(exact, table, norm_type, error_if_nonfinite)
+    exact, dtypes, _ = _exact_norm(parameters_or_module, norm_type, group, mesh, extra_groups, exclude, foreach)
+    return _checked(exact, dtypes, norm_type, error_if_nonfinite)
 
 
 def _exact_norm(
@@ -178,17 +183,20 @@ def _exact_norm(
     extra_groups: Groups,
     exclude: Iterable[Tensor],
     foreach: bool | None,
-) -> tuple[Tensor, list[GradientRow]]:
-    """Returns the norm in fp64, the same on all ranks, and the rows that it is computed from."""
+) -> tuple[Tensor, set[torch.dtype], list[GradientRow]]:
+    """Returns the norm in fp64 and the dtypes of the gradients, the same on all ranks, and the rows of this rank."""
     if mesh is not None and extra_groups != ():
         raise TypeError("extra_groups: must not be given together with mesh, whose axis 'pp' is known")
     axes = mesh_axes(group, mesh)
     groups, table, copies = _table(given, axes)
     _refuse_tangents(table)
-    skipped = {*copies, *map(id, exclude)}
-    return _norm(
-        table, float(norm_type), groups, extra_groups if mesh is None else axes.pp.name, skipped, foreach
-    ), table
+    skipped, dtypes = {*copies, *map(id, exclude)}, _dtypes(table)
+    extra_groups = extra_groups if mesh is None else axes.pp.name
+    return _norm(table, float(norm_type), groups, extra_groups, skipped, foreach, dtypes), dtypes, table
+
+
+def _dtypes(table: Sequence[GradientRow]) -> set[torch.dtype]:
+    return {grad.dtype for _, _, terms in table for grad in terms}
 
 
 def _norm(
@@ -198,8 +206,10 @@ def _norm(
     extra_groups: Groups,
     skipped: set[int],
     foreach: bool | None,
+    dtypes: set[torch.dtype],
 ) -> Tensor:
-    """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count."""
+    """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count; ``dtypes``: of the
+    gradients, to which those of other ranks are added."""
     if math.isnan(norm_type):
         raise ValueError(f"norm_type: {norm_type} must be a number")
     if norm_type == 0:
@@ -208,13 +218,15 @@ def _norm(
             by_ranks = _axes(of_param.get_all_groups()) | by_ranks
         others = [name for ranks, name in _axes(_listed(extra_groups)).items() if ranks not in by_ranks]
         device = _device([param for param, _, _ in table[:1]])
-        return _nonzero_gradients(table, skipped, [by_ranks[ranks] for ranks in sorted(by_ranks)], others, device)
+        return _nonzero_gradients(
+            table, skipped, [by_ranks[ranks] for ranks in sorted(by_ranks)], others, device, dtypes
+        )
     blocks = next((layout.blocks for _, layout, _ in table if layout.blocks), 0)
     if blocks and not math.isinf(norm_type):  # the order of a maximum does not matter
         summed, extra = (
             _axes(names).values() for names in ([axis.name for axis in groups.axes], _listed(extra_groups))
         )
-        return _norm_in_blocks(table, norm_type, groups, skipped, blocks, summed, extra)
+        return _norm_in_blocks(table, norm_type, groups, skipped, blocks, summed, extra, dtypes)
     tp = _axes([axis.name for axis in groups.axes])
     # By ranks: an axis that is listed although layouts name it must not be summed twice
     last = tp | _axes(_listed(extra_groups))  # over which the total is reduced at the end
@@ -256,9 +268,9 @@ def _norm(
             norm = torch.full_like(norm, _norm_of_none(norm_type))
         norms.append(norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for axis in last.values():
-        total = _over(axis, total, norm_type)
-    if norm_type < 0 and not any(terms for _, _, terms in table):
+    for members, axis in last.items():
+        total = _over(axis, total, norm_type, None if members in tp else dtypes)
+    if norm_type < 0 and not dtypes:
         return torch.zeros_like(total)  # as torch without gradients
     return total
 
@@ -272,6 +284,7 @@ def _norm_in_blocks(
     blocks: int,
     axes: Iterable[str],
     extra_axes: Iterable[str],
+    dtypes: set[torch.dtype],
 ) -> Tensor:
     """Returns the fp64 norm of a model built in :func:`tp_ext.tp_invariant`. Powers are summed for each parameter and
     block, and these sums in one order, whatever the number of ranks.
@@ -280,6 +293,7 @@ def _norm_in_blocks(
         table: the parameters, the same on all ranks. norm_type: its order, finite. groups: of the model.
         skipped: ids of parameters not to count.
         blocks: of the model. axes: the groups of its layouts. extra_axes: groups of ranks with other parameters.
+        dtypes: as of :func:`_norm`.
 
     Communicates: one all-reduce of ``8 blocks`` bytes per parameter over each axis; an all-gather of each gradient that
     FSDP2 shards.
@@ -318,7 +332,7 @@ def _norm_in_blocks(
         leaves = _ops.reduce_from_region(leaves, axis)
     total = _ops.column_sums(leaves.reshape(-1, 1), [1])[0]
     for axis in extra_axes:
-        total = _ops.reduce_from_region(total, axis)
+        total = _over(axis, total, 1.0, dtypes)
     return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
 
 
@@ -328,6 +342,7 @@ def _nonzero_gradients(
     axes: Sequence[str],
     extra_axes: Iterable[str],
     device: torch.device,
+    dtypes: set[torch.dtype],
 ) -> Tensor:
     """Returns torch's norm of order 0, of the norms of all gradients: the number of gradients that are not zero.
 
@@ -335,6 +350,7 @@ def _nonzero_gradients(
         table: the parameters, the same on all ranks.
         skipped: ids of parameters not to count.
         axes: the groups whose ranks have the rows. extra_axes: groups of ranks with other parameters.
+        dtypes: as of :func:`_norm`.
 
     Communicates: an all-gather of two numbers, and an all-reduce of 8 bytes per row, over each group.
 
@@ -360,7 +376,7 @@ def _nonzero_gradients(
         counts = _ops.reduce_from_region(counts, axis)
     total = counts.count_nonzero().to(torch.float64)
     for axis in extra_axes:
-        total = _ops.reduce_from_region(total, axis)
+        total = _over(axis, total, 1.0, dtypes)
     return total
 
 
@@ -369,10 +385,9 @@ def _norm_of_none(norm_type: float) -> float:
     return math.inf if norm_type < 0 else 0.0
 
 
-def _checked(total: Tensor, table: Sequence[GradientRow], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def _checked(total: Tensor, dtypes: set[torch.dtype], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Returns the norm in its final dtype, after the check for finiteness. The dtype is the widest over all gradients,
     since a rank that owns none has no dtype of its own."""
-    dtypes = {grad.dtype for _, _, terms in table for grad in terms}
     total = total.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -473,13 +488,25 @@ def _axes(groups: Sequence[Group]) -> dict[tuple[int, ...], str]:
     return {tuple(global_ranks(name)): name for name in names if parallel_group(name).size > 1}
 
 
-def _over(axis: str, norm: Tensor, norm_type: float) -> Tensor:
-    """Returns the norm of all ranks' elements from the norm of each rank's."""
+def _over(axis: str, norm: Tensor, norm_type: float, dtypes: set[torch.dtype] | None = None) -> Tensor:
+    """Returns the norm of all ranks' elements from the norm of each rank's; adds all ranks' dtypes to ``dtypes``."""
+    power = norm if math.isinf(norm_type) else norm**norm_type
+    row = power.reshape(1)
+    if dtypes is not None:
+        # Digits of a number: how many ranks have gradients of each dtype, in the same message
+        digits = sum(_RANKS**i for i, dtype in enumerate(_WIDER) if dtype in dtypes)
+        row = torch.stack([power, torch.full_like(power, digits)])
     # The regions only sum, so the maximum is taken of the gathered numbers
     if math.isinf(norm_type):
-        gathered = _ops.all_gather_region(norm.reshape(1), axis, 0, None)
-        return gathered.amax() if norm_type > 0 else gathered.amin()
-    return _ops.reduce_from_region(norm**norm_type, axis) ** (1 / norm_type)
+        gathered = _ops.all_gather_region(row[None], axis, 0, None)
+        total = gathered[:, 0].amax() if norm_type > 0 else gathered[:, 0].amin()
+        row = gathered.sum(0)
+    else:
+        row = _ops.reduce_from_region(row, axis)
+        total = row[0] ** (1 / norm_type)
+    if dtypes is not None:
+        dtypes |= {dtype for i, dtype in enumerate(_WIDER) if int(row[1]) // _RANKS**i % _RANKS}
+    return total
 
 
 def _refuse_tangents(table: Sequence[GradientRow]) -> None:
