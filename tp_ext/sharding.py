@@ -35,6 +35,8 @@ class Sharding:
 
     def __init__(self, dim: int, parts: Iterable[Part | int]) -> None:
         object.__setattr__(self, "dim", dim)
+        if isinstance(parts, str) or not isinstance(parts, Iterable):
+            raise TypeError(f"parts: {parts!r} must be a list of Parts or integers")
         object.__setattr__(self, "parts", tuple(part if isinstance(part, Part) else Part(part) for part in parts))
         if not self.parts:
             raise ValueError("parts: () must hold at least one part")

@@ -72,6 +72,64 @@ CASES = {
 }
 
 
+NAN, IDS = float("nan"), torch.tensor([1, 2])
+NO_INTEGERS, NO_NUMBERS = [NAN, True, 2.5, "x"], [True, "x", None]
+LOSSES = {
+    "loss": lambda group, **options: tp_ext.vocab_parallel_cross_entropy(torch.ones(2, 2), IDS, group, **options),
+    "linear": lambda group, **options: tp_ext.linear_cross_entropy(
+        torch.ones(2, 3), torch.ones(2, 3), IDS, group, **options
+    ),
+    "head": lambda group, **options: tp_ext.VocabParallelLMHead(3, 4, group=group).loss(
+        torch.ones(2, 3), IDS, **options
+    ),
+    "module": lambda group, **options: tp_ext.VocabParallelCrossEntropy(group=group, **options)(torch.ones(2, 2), IDS),
+}
+OPTIONS = [
+    *((loss, "ignore_index", [*NO_INTEGERS, None]) for loss in LOSSES),
+    *((loss, name, [*NO_NUMBERS, NAN]) for loss in LOSSES for name in ("label_smoothing", "z_loss")),
+    *((loss, "vocab_size", NO_INTEGERS) for loss in ("loss", "linear", "module")),
+    *((loss, name, NO_INTEGERS) for loss in ("linear", "head") for name in ("chunk_tokens", "total_tokens")),
+]
+
+
+@pytest.mark.parametrize(("loss", "name", "values"), OPTIONS, ids=[f"{loss}-{name}" for loss, name, _ in OPTIONS])
+def test_numbers_of_losses_are_checked_before_ranks_communicate(loss, name, values):
+    def on_rank(rank, group):
+        texts = []
+        with tp_ext.debug.count_collectives() as counts:
+            for value in values:
+                with pytest.raises((TypeError, ValueError), match=f"^{name}: {value!r} must be ") as error:
+                    LOSSES[loss](group, **{name: value})
+                texts.append(str(error.value))
+        return texts, counts.number
+
+    (first, number), second = tp_ext.debug.simulate(on_rank, 2)
+    assert second == (first, 0) and number == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "values"),
+    [
+        (lambda x: tp_ext.VocabParallelEmbedding(4, 3, padding_idx=x, group=None), "padding_idx", NO_INTEGERS),
+        (
+            lambda x: tp_ext.VocabParallelEmbedding(4, 3, pad_to_multiple_of=x, group=None),
+            "pad_to_multiple_of",
+            NO_INTEGERS,
+        ),
+        (lambda x: tp_ext.LayerNorm(x, group=None), "normalized_shape", [*NO_INTEGERS, None, [True], [2.5]]),
+        (lambda x: tp_ext.RMSNorm(x, group=None), "normalized_shape", [*NO_INTEGERS, None, [True], [2.5]]),
+        (lambda x: tp_ext.ColumnParallelLinear(3, 4, parts=x, group=None), "parts", NO_INTEGERS),
+        (lambda x: tp_ext.RowParallelLinear(4, 3, parts=x, group=None), "parts", NO_INTEGERS),
+    ],
+    ids=["padding_idx", "pad_to_multiple_of", "LayerNorm", "RMSNorm", "column", "row"],
+)
+def test_numbers_of_layers_are_checked(call, name, values):
+    for value in values:
+        with pytest.raises((TypeError, ValueError)) as error:
+            call(value)
+        assert str(error.value).startswith(f"{name}: {value!r} must be ")
+
+
 def _cache():
     return tp_ext.ParallelAttention(8, 2, group=None).new_cache(2, 4)
 

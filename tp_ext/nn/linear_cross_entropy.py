@@ -8,7 +8,7 @@ from tp_ext.group import Group, parallel_group
 from tp_ext.invariance import refuse_call
 from tp_ext.mesh import data_axes
 from tp_ext.model.same_input import DebugMode, check_same_input
-from tp_ext.nn.loss import check_reductions, global_mean, vocab_columns
+from tp_ext.nn.loss import check_loss_numbers, check_reductions, global_mean, vocab_columns
 from tp_ext.sharding import split_sizes
 
 
@@ -84,9 +84,8 @@ def linear_cross_entropy(
     if weight.dim() != 2:
         raise ValueError(f"weight: shape {tuple(weight.shape)} must have 2 dims, this rank's rows of the vocabulary")
     check_int(least=0, or_none=True, total_tokens=total_tokens)
-    # The operator would take it for 0 or 1
-    if isinstance(chunk_tokens, bool):
-        raise TypeError(f"chunk_tokens: {chunk_tokens!r} must be an integer of at least 1, or None")
+    check_int(or_none=True, chunk_tokens=chunk_tokens)  # the operator checks its range
+    check_loss_numbers(ignore_index, label_smoothing, z_loss)
     # Its chunks of tokens depend on the local vocabulary, too
     refuse_call("linear_cross_entropy", "use VocabParallelLMHead.loss, or vocab_parallel_cross_entropy of the logits")
     if DebugMode.on:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext._checks import check_choice, check_int
+from tp_ext._checks import check_choice, check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.invariance import check_ranks, current_blocks, refuse_in_blocks, units_of_rank
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
@@ -76,6 +76,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     axes = data_axes(mean_over)
     check_reductions(reduction, axes, gradient_reduction)
+    check_loss_numbers(ignore_index, label_smoothing, z_loss)
     refuse_in_blocks(current_blocks(), mean_over=axes.axes or None)
     if DebugMode.on:
         check_same_input("target", target, resolved)
@@ -98,6 +99,14 @@ def vocab_parallel_cross_entropy(
     if not axes.axes:
         return loss
     return global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
+
+
+def check_loss_numbers(ignore_index: int, label_smoothing: float, z_loss: float) -> None:
+    """Raises TypeError unless the arguments are an integer and two numbers; their operator checks the ranges."""
+    check_int(ignore_index=ignore_index)
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if not isinstance(value, float):
+            check_number(**{name: value})
 
 
 def check_reductions(reduction: str, axes: DataAxes, gradient_reduction: str) -> None:
@@ -185,6 +194,7 @@ class VocabParallelCrossEntropy(nn.Module):
         super().__init__()
         self.tp_group = layer_group(group, type(self).__name__)
         self.vocab_size = vocab_size
+        check_loss_numbers(ignore_index, label_smoothing, z_loss)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
