@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tp_ext.auto.record.record import Record
 
 REQUIRES_GRAD = getattr(Tensor.requires_grad, "__get__")  # noqa: B009, a property of C
+# What a tensor has of calls before that of the model: an argument has other answers in a call of a larger model, or in
+# the next step
+HISTORY = {getattr(Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "retains_grad", "grad")}
 REGISTERS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -150,6 +153,9 @@ def of_call(record: Record, func: Any, args: Any) -> Any:
     # Fakes require no gradient, and code branches on it, as in ``if x.requires_grad: x.register_hook(..)``
     if name == "__get__" and func == REQUIRES_GRAD:
         return torch.is_grad_enabled() and (id(args[0]) in record.differentiable or func(args[0]))
+    if name == "__get__" and func in HISTORY and any(args[0] is t for _, t in record.inputs):
+        where = record.modules[-1] or "the model"
+        record.problems.append(("", f"{where} reads {HISTORY[func]} of an argument, which other calls have otherwise"))
     return None
 
 
