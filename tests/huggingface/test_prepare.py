@@ -14,7 +14,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import tp_ext
 from tests.helpers import torchrun
@@ -119,6 +119,43 @@ def test_shuffled_rows_are_those_of_an_epoch():
     want = train(None, count=26)["rows"]
     for one in run(train, 4, 2, shuffle=True, count=26):
         torch.testing.assert_close(one["rows"], want, atol=0, rtol=0)
+
+
+class Stream(IterableDataset):
+    """Rows without a length, or with one."""
+
+    def __init__(self, count, sized=False):
+        self.count, self.sized = count, sized
+
+    def __len__(self):
+        return len(range(self.count)) if self.sized else len(None)
+
+    def __iter__(self):
+        yield from torch.arange(float(self.count))
+
+
+STREAMS = [(count, sized, split, last) for count in (3, 8, 9, 10) for sized in (False, True) for split in (False, True)
+           for last in (False, True)]  # fmt: skip
+
+
+def stream_rows(group):
+    """The rows of two passes over each stream, as they are gathered."""
+    results = []
+    for count, sized, split, drop_last in STREAMS:
+        with accelerator(group, split_batches=split) as own:
+            size = 4 if group is None or split else 2
+            loader = DataLoader(Stream(count, sized), size, drop_last=drop_last)
+            _, loader = prepare(own, build(group, 2), loader)
+            results.append(
+                [row for _ in range(2) for batch in loader for row in own.gather_for_metrics(batch).tolist()]
+            )
+    return results
+
+
+def test_rows_of_streams_are_gathered_once():
+    """The last batch, which accelerate fills up, has the rows of the stream alone; without it, none of them."""
+    whole = [[*map(float, range(count - (count % 4 if last else 0)))] * 2 for count, _, _, last in STREAMS]
+    assert run(stream_rows, 4) == [whole] * 4
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import accelerate
 import numpy
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.state import PartialState
 from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor, nn
@@ -136,6 +136,8 @@ def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) ->
         )
         if place["num_processes"] == 1 and isinstance(prepared.dataset, IterableDataset):
             _count_last_rows(prepared)
+        elif isinstance(prepared.dataset, IterableDatasetShard) and not prepared.dataset.drop_last:
+            _count_shared_rows(prepared)
         accelerator._dataloaders.append(prepared)
         return prepared
 
@@ -181,6 +183,40 @@ def _count_last_rows(loader: Any) -> None:
             loader.remainder = find_batch_size(batch)
 
     loader.base_dataloader.__iter__ = counted  # which the loader calls by this name
+
+
+class _CountedRows(IterableDataset[Any]):
+    """An iterable data set that counts its rows in each pass."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.rows = dataset, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["dataset"], name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rows = 0
+        for row in self.dataset:
+            self.rows += 1
+            yield row
+
+
+def _count_shared_rows(loader: Any) -> None:
+    """As :func:`_count_last_rows`, where data ranks share the rows: accelerate fills up the last batch of them all, and
+    knows from no length how many rows are its own. Workers count in their own processes."""
+    shard, batches = loader.dataset, loader.base_dataloader.__iter__
+    if loader.num_workers or loader.batch_size is None:
+        return
+    shard.dataset = rows = _CountedRows(shard.dataset)
+
+    def counted() -> Iterator[Any]:
+        yield from batches()
+        loader.remainder = rows.rows % (shard.batch_size * (1 if shard.split_batches else shard.num_processes))
+
+    loader.base_dataloader.__iter__ = counted
 
 
 def draw_as_first(group: dist.ProcessGroup) -> None:
