@@ -18,6 +18,8 @@ from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.proof import prove_values
 from tp_ext.auto.proof.prove_values import SPAN, RunResults, compare_runs
+from tp_ext.auto.search import rounds
+from tp_ext.auto.search.choose import decisions
 from tp_ext.auto.search.localize import Localized
 from tp_ext.debug import simulate
 
@@ -390,6 +392,20 @@ def test_integers_that_forward_does_not_read_are_tried_once(monkeypatch: pytest.
     monkeypatch.setattr(Localized, "run", counted)
     plan = auto.plan(model, (X,), 2, prove="shapes")
     assert sorted(plan.shardings) == ALL and plan.sizes and runs < 40
+
+
+def test_candidates_are_computed_once_for_all_reasons(monkeypatch: pytest.MonkeyPatch):
+    """They cost as much as a round: of a network with hundreds of whole parameters, most of its plan."""
+    calls = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return decisions(*args)
+
+    monkeypatch.setattr(rounds, "decisions", counted)
+    plan = auto.plan(nn.Sequential(*(Base() for _ in range(6))).double(), (X,), 2, prove="shapes")
+    assert sum("leaves fewer bytes" in reason for reason in plan.whole.values()) >= 6 and calls == 1
 
 
 FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.complex64

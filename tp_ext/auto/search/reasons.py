@@ -18,7 +18,7 @@ from tp_ext.auto.record.numbers import CHANGES, Change
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
-from tp_ext.auto.search.choose import decisions
+from tp_ext.auto.search.choose import Decision
 
 OWN = str(Path(__file__).parents[1])
 TOKEN_SUMS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
@@ -49,6 +49,7 @@ def reason_of(
     name: str,
     p: int,
     may_shard: Callable[[str, int], bool],
+    candidates: Callable[[], list[Decision]],
     sharded: Container[str] = (),
     why: Mapping[str, str] | None = None,
 ) -> str:
@@ -56,6 +57,7 @@ def reason_of(
     parameter that it goes with.
 
     Args:
+        candidates: of all parameters; only some reasons need them, which cost as much as a round.
         sharded: names of the parameters that are sharded. why: reasons of those that were left whole before.
     """
     tensor = next(t for n, t in record.parameters.values() if n == name)
@@ -70,7 +72,7 @@ def reason_of(
         elif slowest and (short := _too_short(record, slowest, p)):
             reasons.append(f"{what} is {_product(slowest)}: p = {p} must be {short}")
         elif slowest:
-            reasons.append(f"{what}: {_not_chosen(record, name, slowest, p, may_shard, sharded, why or {})}")
+            reasons.append(f"{what}: {_not_chosen(record, name, slowest, candidates(), sharded, why or {})}")
     return "; ".join(reasons) or "it has one element"
 
 
@@ -78,14 +80,13 @@ def _not_chosen(
     record: Record,
     name: str,
     slowest: list[Major],
-    p: int,
-    may_shard: Callable[[str, int], bool],
+    candidates: list[Decision],
     sharded: Container[str],
     why: Mapping[str, str],
 ) -> str:
     """Returns why an unpinned dim is whole."""
     atoms_of_dim = {major.atom for major in slowest}
-    for decision in decisions(record, p, may_shard):
+    for decision in candidates:
         if decision.atom in atoms_of_dim and name in decision.parameters:
             taken = next((other for other in decision.parameters if other in sharded), None)
             # Only small tables are left out where no other decision has taken their parameters

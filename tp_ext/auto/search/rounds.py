@@ -3,8 +3,9 @@ is replicated in the next round."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import LOOK_UPS
-from tp_ext.auto.search.choose import Cut, Decision, carries, choose
+from tp_ext.auto.search.choose import Cut, Decision, carries, choose, decisions
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
@@ -395,6 +396,7 @@ class Planner:
         self.together = [list(decision.parameters) for decision in state.decisions]
         self.local = state.local.get(0)
         names = [name for name, _ in self.record.parameters.values()]
+        candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard))
         plan = Plan(
             p=self.p,
             shardings=self.shardings(state),
@@ -407,9 +409,7 @@ class Planner:
             draws=self.draws(state),
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
             sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
-            whole={
-                alias: self.reason(name, state) for name in names if name not in state.cut for alias in self.names[name]
-            },
+            whole={a: self.reason(n, state, candidates) for n in names if n not in state.cut for a in self.names[n]},
             collectives=collectives_of(self.record, self.p, state),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
             example=described(self.example, self.record.read),
@@ -432,14 +432,14 @@ class Planner:
             outputs if state.tokens is None else [state.tokens.shown(self.record, output, self.p) for output in outputs]
         )
 
-    def reason(self, name: str, state: State) -> str:
+    def reason(self, name: str, state: State, candidates: Callable[[], list[Decision]]) -> str:
         """Returns why a parameter stays whole."""
         if self.p == 1 and not self.blocks:
             return "p = 1"
         # First: the dims of a parameter that a round has left whole do not show why
         if name in self.why:
             return self.why[name]
-        return reason_of(self.record, name, self.p, self.may_shard, state.cut, self.why)
+        return reason_of(self.record, name, self.p, self.may_shard, candidates, state.cut, self.why)
 
     def draws(self, state: State) -> list[Draw]:
         decisions = [decision for decision in state.decisions if decision.atom not in state.heads_atoms]
