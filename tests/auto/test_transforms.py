@@ -1,4 +1,5 @@
-"""Transforms of torch.func over sharded models: right, or refused before anything is traced, also repeated."""
+"""Transforms of torch.func over sharded models: right, or refused before anything is traced, also repeated; and code of
+models that asks how a tensor was made."""
 
 import copy
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 from tests.helpers.ranks import run
 from tp_ext import auto
+from tp_ext.debug import simulate
 
 close = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -102,3 +104,37 @@ def _transforms(group: Any, name: str, planned_rows: bool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_transforms_are_right_or_refused(name: str, planned_rows: bool) -> None:
     run(_transforms, 2, name, planned_rows)
+
+
+# ---------------------------------------------------------------- code that asks where a tensor comes from
+
+
+@pytest.mark.parametrize("read", ["is_leaf", "grad_fn", "retains_grad", "grad"])
+@pytest.mark.parametrize("of", ["an argument", "a parameter", "an activation"])
+def test_code_that_reads_how_a_tensor_was_made(read: str, of: str):
+    """An argument may be a result of the model before: its code would go on in a way that nothing has proven."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 24), nn.Linear(24, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            h = F.gelu(self.up(y))
+            value = getattr({"an argument": x, "a parameter": self.norm.weight, "an activation": y}[of], read)
+            return self.down(h if value is None or value is (read == "is_leaf") else h.cumsum(-1))
+
+    torch.manual_seed(0)
+    model = Branches().double()
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plan = auto.plan(model, (x,), 2)
+    if of == "an argument":
+        assert not plan.shardings and f"reads {read} of an argument" in plan.whole["up.weight"]
+
+    def on_rank(rank: int, group: Any) -> None:
+        sharded, dense = auto.apply(plan, copy.deepcopy(model), group), copy.deepcopy(model)
+        for make in (lambda y: y, lambda y: y.requires_grad_(), lambda y: y.requires_grad_() * 1):
+            torch.testing.assert_close(sharded(make(x.clone())), dense(make(x.clone())), rtol=1e-12, atol=1e-12)
+
+    simulate(on_rank, 2)

@@ -14,7 +14,6 @@ from tests.helpers.same_gradients import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto import guard
-from tp_ext.debug import simulate
 
 WIDTH, HIDDEN, LENGTH = 8, 24, 5
 
@@ -192,36 +191,6 @@ def test_what_code_reads_from_arguments(member: str, p: int):
 
 
 # ---------------------------------------------------------------- what is refused, and what a call costs
-
-
-@pytest.mark.parametrize("read", ["is_leaf", "grad_fn", "retains_grad", "grad"])
-@pytest.mark.parametrize("of", ["an argument", "a parameter", "an activation"])
-def test_code_that_reads_how_a_tensor_was_made(read: str, of: str):
-    """An argument may be a result of the model before: its code would go on in a way that nothing has proven."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(x)
-            h = F.gelu(self.up(y))
-            value = getattr({"an argument": x, "a parameter": self.norm.weight, "an activation": y}[of], read)
-            return self.down(h if value is None or value is (read == "is_leaf") else h.cumsum(-1))
-
-    torch.manual_seed(0)
-    model = Branches().double()
-    plan = auto.plan(model, (_x(0),), 2)
-    if of == "an argument":
-        assert not plan.shardings and f"reads {read} of an argument" in plan.whole["up.weight"]
-
-    def on_rank(rank: int, group: Any) -> None:
-        sharded, dense = auto.apply(plan, copy.deepcopy(model), group), copy.deepcopy(model)
-        for make in (lambda x: x, lambda x: x.requires_grad_(), lambda x: x.requires_grad_() * 1):
-            torch.testing.assert_close(sharded(make(_x(1))), dense(make(_x(1))), rtol=1e-12, atol=1e-12)
-
-    simulate(on_rank, 2)
 
 
 def activation(model: Reads, x: Tensor, values: Tensor) -> Tensor:

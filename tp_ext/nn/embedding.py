@@ -125,9 +125,7 @@ class VocabParallelEmbedding(_VocabParallel):
     ) -> None:
         check_int(least=1, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if padding_idx is not None and not (
-            isinstance(padding_idx, int)
-            and not isinstance(padding_idx, bool)
-            and -num_embeddings <= padding_idx < num_embeddings
+            type(padding_idx) is int and -num_embeddings <= padding_idx < num_embeddings  # a bool is an int
         ):
             raise ValueError(f"padding_idx: {padding_idx!r} must be in [{-num_embeddings}, {num_embeddings}), or None")
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
