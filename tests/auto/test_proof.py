@@ -1,4 +1,4 @@
-"""The proof by values: what code keeps outside of modules, what cannot be run in every mode, and what it says then."""
+"""The proof by values: code that keeps tensors outside of modules, shapes that change in place, warnings."""
 
 import copy
 import functools
@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers.same_gradients import same_gradients
-from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.proof import prove_values
 from tp_ext.auto.proof.prove_values import SPAN, RunResults, compare_runs
 from tp_ext.auto.search import rounds
 from tp_ext.auto.search.choose import decisions
@@ -25,6 +23,7 @@ from tp_ext.debug import simulate
 
 WIDTH = 8
 ALL = ["down.weight", "up.bias", "up.weight"]
+X = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 class Base(nn.Module):
@@ -187,101 +186,6 @@ def test_a_rank_finds_nothing_that_another_has_kept():
     plan = auto.plan(LengthOfFirstBatch(), (torch.randn(2, 5, WIDTH),), 2)
     assert "up.weight" not in plan.shardings and plan.why("up.weight").count("values differ") == 1
     assert not LENGTHS
-
-
-# ---------------------------------------------------------------- what does not run in every mode
-
-
-class IntegerSum(Base):
-    """Sums of an argument in integers raise if it requires a gradient."""
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.mlp(x) * mask.sum(dim=1, dtype=torch.int)[:, None]
-
-
-class Normalised(Base):
-    """In training it takes no batch of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x)))
-
-
-class ByNumber(nn.Module):
-    """Reads the results of layers by their number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Base() for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        results = [x]
-        for layer in self.layers:
-            results.append(results[-1] + layer.mlp(results[-1]))
-        return results[4] + results[5]
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 24, dtype=torch.cdouble)
-        self.down = nn.Linear(24, WIDTH, dtype=torch.cdouble)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-X = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-MODELS = [
-    (IntegerSum, (X, torch.ones(3, 5)), 3),
-    (Normalised, (X[:1],), 5),
-    (ByNumber, (X,), 15),
-    (Complex, (X + 1j,), 3),
-]
-
-
-@pytest.mark.parametrize("p", [1, 2, 3])
-@pytest.mark.parametrize(("made", "example", "number"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_runs_in_some_modes_is_proven_in_these(made: Any, example: Any, number: int, p: int):
-    torch.manual_seed(0)
-    model = made() if made is Complex else made().double()
-    if made is Normalised:
-        model.eval()
-    sharded = run(compare, p, model, example)[0]
-    assert len(sharded) == (number if p > 1 else len(sharded)), sharded
-
-
-T, E, G, N = True, False, True, False  # train or eval mode, gradients or none
-PAIRS = [(3, T, G), (3, E, N), (2, T, G), (2, T, N), (2, E, G)]
-RUNS = [
-    (Base, X, PAIRS),
-    (Base, X[:1], [(rows - 1, *mode) for rows, *mode in PAIRS]),
-    # Training on one row, which BatchNorm refuses, is on two rows in its place
-    (Normalised, X[:2], [(2, T, G), (2, E, N), (2, T, N), (1, E, G)]),
-]
-
-
-@pytest.mark.parametrize(("made", "x", "runs"), RUNS, ids=["three rows", "one row", "refused"])
-def test_a_proof_runs_a_model_as_seldom_as_modes_and_batches_allow(
-    made: Any, x: Tensor, runs: list[tuple[int, bool, bool]], monkeypatch: pytest.MonkeyPatch
-):
-    """Each run costs as much as the model; any two of batch, mode and gradients occur together in each way."""
-    seen: list[tuple[int, bool, bool]] = []
-    original = prove_values.run_model
-
-    def counted(model: nn.Module, call: Any, backward: bool, *rest: Any) -> Any:
-        result = original(model, call, backward, *rest)
-        seen.append((call[0][0].shape[0], model.training, backward))
-        return result
-
-    monkeypatch.setattr(prove_values, "run_model", counted)
-    plan = auto.plan(made(), (x,), 2)
-    assert plan.proof == "values" and set(ALL) <= plan.shardings.keys()
-    assert seen[-2 * len(runs) :] == [run for run in runs for _ in range(2)]  # the two ranks, in turns
-    assert seen[-3 * len(runs) : -2 * len(runs)] == runs
 
 
 # ---------------------------------------------------------------- shapes in place, rules that do not fit

@@ -217,25 +217,26 @@ def prove(
     reduced: nn.Module,
     plan: Plan,
     whole: Plan,
-    calls: list[Any],
+    runs: list[Run],
     dtype: torch.dtype | None,
     apply: Apply,
-    gradients: bool = True,
-) -> None:
+) -> list[DifferentValuesError]:
     """Runs a model with weights on all ranks of a plan, in this process, next to the same model on one rank.
 
     Args:
-        whole: the plan of one rank, whose draws are those of every number of ranks. calls: :func:`examples`.
-        gradients: whether it may run with gradients.
+        whole: the plan of one rank, whose draws are those of every number of ranks. runs: :func:`runs_of`.
+
+    Returns:
+        For each run in which a tensor differs one that does.
 
     Raises:
-        DifferentValuesError: a tensor differs. UnprovenError: the unsharded model does not run.
+        DifferentValuesError: the sharded model does not run. UnprovenError: the unsharded model does not.
     """
     # Its shapes have been proven, in the types that the model has; calls that the example lacks are the user's
     plan = dataclasses.replace(plan, proofs=[], example=None)
     bound = BOUNDS.get(dtype or torch.float32, 5e-2)
 
-    def runs(rank: int, group: Any, plan: Plan) -> tuple[list[RunResults], dict[str, Any]]:
+    def run_all(rank: int, group: Any, plan: Plan) -> tuple[list[RunResults], dict[str, Any]]:
         model = copied_model(reduced)
         apply(plan, model, group)
         return [run(model) for run in accepted], layouts_by_name(model)
@@ -243,20 +244,22 @@ def prove(
     with torch.random.fork_rng(devices=[]), no_garbage():
         notes = Notes(places_of(reduced))
         notes.empty_caches()
-        accepted, wanted = _reference(reduced, whole, calls, apply, gradients)
+        accepted, wanted = _reference(reduced, whole, runs, apply)
         # Ranks are processes: what the code keeps outside of the model is not what another rank has computed
         shared = notes.changed()
         notes.put_back()
         try:
             with owned_by_ranks(lambda: Notes(shared).put_back) if shared else contextlib.nullcontext():
-                ranks = simulate(runs, plan.p, plan)
+                ranks = simulate(run_all, plan.p, plan)
         except RuntimeError as error:
             raise DifferentValuesError(str(error)) from error
-    for rank, (runs_of_rank, of_rank) in enumerate(ranks):
-        for run, expected, got in zip(accepted, wanted, runs_of_rank, strict=True):
+    errors: dict[int, DifferentValuesError] = {}
+    for rank, (results, of_rank) in enumerate(ranks):
+        for i, (run, expected, got) in enumerate(zip(accepted, wanted, results, strict=True)):
             size, name = compare_runs(expected, got, of_rank)
             if not size <= bound:
-                raise DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}", run)
+                errors.setdefault(i, DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}", run))
+    return list(errors.values())
 
 
 @contextlib.contextmanager
@@ -273,16 +276,13 @@ def no_garbage() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _reference(
-    reduced: nn.Module, whole: Plan, calls: list[Any], apply: Apply, gradients: bool
-) -> tuple[list[Run], list[RunResults]]:
-    """Runs the unsharded model in all modes; returns the runs that it accepts, and their results.
+def _reference(reduced: nn.Module, whole: Plan, runs: list[Run], apply: Apply) -> tuple[list[Run], list[RunResults]]:
+    """Makes the runs of the unsharded model; returns those that it accepts, and their results.
 
     Raises:
         UnprovenError: it accepts no run of training. DifferentValuesError: it does without the
             layers and masks of ``whole``.
     """
-    runs = _runs(calls, gradients)
     try:
         return _accepted(reduced, runs, lambda model, group: apply(whole, model, group))
     except UnprovenError as error:
@@ -294,7 +294,7 @@ def _reference(
         raise DifferentValuesError(str(error)) from error
 
 
-def _runs(calls: list[Any], gradients: bool) -> list[Run]:
+def runs_of(calls: list[Any], gradients: bool) -> list[Run]:
     """Returns the runs of a proof, of which each costs as much as the model.
 
     Any two of (batch, train or eval, gradients or none) occur together in each way, which shows what depends on two of
@@ -313,6 +313,13 @@ def _runs(calls: list[Any], gradients: bool) -> list[Run]:
         Run(small, training=True, backward=False, spare=large),
         Run(small, training=False, backward=True, spare=large),
     ]
+
+
+def step_of(runs: list[Run]) -> Run:
+    """Returns the cheapest run of training, with gradients if one has them."""
+    steps = [run for run in runs if run.training and run.backward >= any(run.backward for run in runs)]
+    step = min(steps, key=lambda run: _elements(run.call))
+    return dataclasses.replace(step, spare=max((run.call for run in steps), key=_elements))
 
 
 def _elements(call: Any) -> int:

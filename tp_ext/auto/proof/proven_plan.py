@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from tp_ext.auto.proof.copies import copy_of_structure
 from tp_ext.auto.proof.first_difference import first_difference_of
@@ -15,8 +17,11 @@ from tp_ext.auto.proof.prove_values import (
     MAX_PROVEN_RANKS,
     Apply,
     DifferentValuesError,
+    Run,
     UnprovenError,
     prove,
+    runs_of,
+    step_of,
 )
 from tp_ext.auto.proof.random_values import bytes_of, examples, few_tokens, filled
 from tp_ext.auto.proof.scaled_down import scaled_down
@@ -231,28 +236,57 @@ class Prover:
         failed = ""
         for dtype in self.dtypes:
             try:
-                running = copy_of_structure(self.reduced)
-                filled(running, dtype)
-                calls = examples(self.example, dtype, read_ids(self.read, arguments(self.example)))
-                if self.read is not None and not self.read.hold(calls[0], READ_TOLERANCE):
-                    raise UnprovenError(f"numbers that code reads of the example are others in {dtype}")
-                prove(running, plan, whole, calls, dtype, self.apply, self.gradients)
+                runs = runs_of(self._calls(dtype), self.gradients)
+                if dtype is torch.float64 and any(isinstance(m, _ConvNd) for m in self.reduced.modules()):
+                    runs = self._runs_in_fp64(plan, whole, runs)
+                for error in prove(self._running(dtype), plan, whole, runs, dtype, self.apply):
+                    raise error
                 return ""
             except DifferentValuesError as error:
-                return f"{error}{self._line(running, plan, whole, error, dtype) if locate else ''}"
+                return f"{error}{self._line(plan, whole, error, dtype) if locate else ''}"
             except UnprovenError as error:
                 # The unsharded model may not run in this type: the next type may prove the plan
                 failed = str(error)
         raise UnprovenError(failed)
 
-    def _line(
-        self, running: nn.Module, plan: Plan, whole: Plan, error: DifferentValuesError, dtype: torch.dtype | None
-    ) -> str:
+    def _runs_in_fp64(self, plan: Plan, whole: Plan, runs: list[Run]) -> list[Run]:
+        """Makes all runs in fp32; returns those left for fp64: a step of training, and what fp32 has not proven.
+
+        Convolutions take torch several times as long in fp64. A difference in fp32 may be rounding, and decides
+        nothing."""
+        try:
+            narrow = runs_of(self._calls(torch.float32), self.gradients)
+            running = self._running(torch.float32)
+            # Eval mode by statistics that have hardly moved from 0 and 1 amplifies rounding, layer by layer
+            for module in running.modules():
+                if isinstance(module, _BatchNorm) and module.momentum:
+                    module.momentum = 1.0
+            errors = prove(running, plan, whole, narrow, torch.float32, self.apply)
+        except (DifferentValuesError, UnprovenError):
+            return runs
+        wide = {id(run.call): other.call for run, other in zip(narrow, runs, strict=True)}
+        unproven = [replace(e.run, call=wide[id(e.run.call)], spare=None) for e in errors if e.run is not None]
+        step = step_of(runs)
+        same = (id(step.call), step.training, step.backward)
+        return [step, *(run for run in unproven if (id(run.call), run.training, run.backward) != same)]
+
+    def _calls(self, dtype: torch.dtype | None) -> list[Any]:
+        calls = examples(self.example, dtype, read_ids(self.read, arguments(self.example)))
+        if self.read is not None and not self.read.hold(calls[0], READ_TOLERANCE):
+            raise UnprovenError(f"numbers that code reads of the example are others in {dtype}")
+        return calls
+
+    def _running(self, dtype: torch.dtype | None) -> nn.Module:
+        running = copy_of_structure(self.reduced)
+        filled(running, dtype)
+        return running
+
+    def _line(self, plan: Plan, whole: Plan, error: DifferentValuesError, dtype: torch.dtype | None) -> str:
         """Returns ": the result of `x / n` at model.py:31 .." of the difference; "" where no line is known."""
         if error.run is None:
             return ""
         try:
-            clause = first_difference_of(running, plan, whole, error.run, dtype, self.apply)
+            clause = first_difference_of(self._running(dtype), plan, whole, error.run, dtype, self.apply)
         except Exception:  # of the user's code, which other modes disturb: the reason is known without the line
             return ""
         return f": {clause}" if clause else ""
