@@ -166,7 +166,6 @@ WITHOUT = {
     "huggingface.Trainer": "as from_pretrained, clip_grad_norm_ and save_checkpoint",
     "huggingface.WeightSource": "as weight_source, which makes it",
     "huggingface.WeightSource.metadata": "no communication, the same on all ranks once the source is made",
-    "huggingface.trainer_for": "as Trainer",
     "huggingface.save_pretrained": "as full_state_dict and save_safetensors, by the same functions",
     "lightning.TensorParallelStrategy": "as prepare, by the same functions",
     "lightning.TensorParallelStrategy.all_gather": "Lightning's",

@@ -350,7 +350,7 @@ class _Applied:
         self.edits.setdefault(self.model.get_submodule(name), []).append(edit)
 
     def edit_calls(self, own_input: set[str], is_guarded: bool) -> None:
-        """Collects what modules do around their forwards, in any order: that of running is :class:`EditPlace`."""
+        """Collects what modules do around their forwards, in any order: that of running is ``EditPlace``."""
         plan, group = self.plan, self.group
         self.edit("", NoAdapters())
         self.convert_tokens()
