@@ -56,6 +56,18 @@ CLASSES = {
     "llama-classes": ("llama", transformers.LlamaForSequenceClassification, False),
     "tied": ("llama", transformers.LlamaForCausalLM, True),
 }
+# Each option once, and each family; the others with --exhaustive
+BY_DEFAULT = {
+    "plain",
+    "patterns, rank-stabilised",
+    "DoRA of Phi-3",
+    "a tied embedding",
+    "saved embedding and head",
+    "all biases of BERT",
+    "Conv1D of all kinds",
+    "classes of texts",
+    "experts and layers",
+}
 
 
 def made(name):
@@ -112,7 +124,9 @@ def check_gradients(found, expected):
         assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6, key  # that of a bias of keys is 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in BY_DEFAULT else pytest.mark.exhaustive) for kind in KINDS]
+)
 def test_kinds_of_peft(kind, tmp_path):
     peft = pytest.importorskip("peft")
     name, options = KINDS[kind]
