@@ -188,7 +188,7 @@ def _of_transformers(rank, group, folder):
 
 
 def test_forwards_of_others_know_their_shards(tmp_path):
-    """Of a planned model: its own forward does, one in its place does not."""
+    """The forward of a planned model knows its shards; a function put in its place does not."""
     torch.manual_seed(0)
     build("llama")[0].double().save_pretrained(tmp_path)
     for losses in simulate(_of_transformers, 2, str(tmp_path)):
@@ -217,7 +217,7 @@ class Normalised(torch.optim.SGD):
 
 
 def _asked(rank, group):
-    """What is asked and what is not: the sentences of a block that warns."""
+    """A block that warns has a sentence for each call that it checks, and none for the others."""
     model, own = make(group), Own(group).double()
     backward(model)
     accepted = tp_ext.optim.accept(Normalised(model.parameters(), 0.1))

@@ -344,6 +344,7 @@ def _renamed(
     taken: dict[str, str] = {}
     for name in ours:
         wanted = names.get(name, name) if isinstance(names, Mapping) else names(name)
+        # One name, or a list with one for each part of a fused tensor, which engines keep apart
         several = isinstance(wanted, list | tuple)
         renamed[name] = list(wanted) if several else [wanted]
         if not all(isinstance(text, str) and text for text in renamed[name]) or not renamed[name]:
@@ -351,6 +352,7 @@ def _renamed(
         count = len(parts[name][1]) if name in parts else 1
         if several and len(renamed[name]) != count:
             raise ValueError(f"names: {name!r} has {count} parts and must have as many names, not {wanted!r}")
+        # Of two tensors of one name an engine would keep the last, silently
         for text in renamed[name]:
             other = taken.setdefault(text, name)
             if other != name or renamed[name].count(text) > 1:

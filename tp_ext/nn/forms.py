@@ -101,7 +101,7 @@ class Form:
 
     @property
     def recipe(self) -> object:
-        """What ``layer.float8`` is: the recipe of a form of 8-bit floating point."""
+        """The recipe of a form of 8-bit floating point, which ``layer.float8`` returns; else None."""
         return None
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:

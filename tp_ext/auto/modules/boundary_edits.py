@@ -193,7 +193,7 @@ class EnteredParameters(Edit):
 
 
 class NoAdapters(Edit):
-    """Of the model: PEFT has not put its modules into it, which know of no shards."""
+    """Refuses calls of the model once PEFT has put its modules, which know of no shards, into it."""
 
     place = EditPlace.ADAPTERS
 

@@ -41,7 +41,7 @@ def end_call(model: nn.Module) -> None:
 
 @dataclass
 class GatheredResults(Edit):
-    """Of the model: its results that have a sharded dim in this call, whole."""
+    """Gathers results of the model that have a sharded dim in this call."""
 
     gathers: list[Conversion]
     group: ParallelGroup

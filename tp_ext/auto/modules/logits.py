@@ -254,7 +254,7 @@ _HANDLERS: dict[Any, _Handler] = {
 
 @dataclass
 class LogitsInShards(Edit):
-    """Of a head: its output, this rank's columns, as :class:`ShardedLogits`.
+    """Returns the output of a head, this rank's columns, as :class:`ShardedLogits`.
 
     Where ``torch.compile`` traces the code around the head, as it does for the whole model, it gathers all columns:
     compiled code would take the shape of such a tensor for that of its memory.
@@ -274,7 +274,7 @@ class LogitsInShards(Edit):
 
 
 class FullLogits(Edit):
-    """Of the model: its logits as plain tensors of all columns, where no loss came with them.
+    """Returns the model's logits as plain tensors of all columns, where no loss came with them.
 
     A training step that has its loss needs no logits: they stay sharded there, and nothing is gathered.
     """

@@ -339,7 +339,7 @@ class PlannedDraws(Edit):
 
 @dataclass
 class OtherDraws(Edit):
-    """Of a module that draws by functions of torch, for tensors that all ranks have.
+    """Draws the same on all ranks in a module that calls functions of torch on replicated tensors.
 
     Attributes:
         always: it draws in eval mode, too.

@@ -107,7 +107,7 @@ def _backward() -> int:
 
 @dataclass
 class TokensOfForward(Edit):
-    """Of the model: whether this forward shards tokens. Without it a stage of a pipeline would keep all, silently."""
+    """Decides whether this forward of the model shards tokens; a stage of a pipeline would silently keep all."""
 
     lengths: TokenLengths
     place = EditPlace.TOKENS
@@ -137,7 +137,7 @@ class TokensOfForward(Edit):
 
 @dataclass
 class KeptLength(Edit):
-    """Of a module with an argument that is sharded on its tokens: their length, for a recomputation in backward."""
+    """Keeps the number of tokens of a sharded argument, for a recomputation of the module in backward."""
 
     path: LeafPath
     lengths: TokenLengths

@@ -43,7 +43,7 @@ class EditPlace(enum.IntEnum):
 
 
 class Edit:
-    """What a plan does around the forward of a module. A subclass has the methods that it needs.
+    """An action of a plan around the forward of a module. A subclass has the methods that it needs.
 
     Attributes:
         is_needed_in_stages: it changes what the module computes: a pipeline must not leave the module out.

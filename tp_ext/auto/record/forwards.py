@@ -85,7 +85,7 @@ def options_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[
 
 @dataclass
 class EnteredForward(Edit):
-    """What forward is called with next has come through ``module()``, which ``forward.entered`` says."""
+    """Notes in ``forward.entered`` that the next call of forward comes through ``module()``."""
 
     forward: Any
     place = EditPlace.BY_NAME

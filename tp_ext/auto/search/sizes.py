@@ -251,7 +251,7 @@ class SizedForward:
 
 @dataclass
 class OtherSizes(Edit):
-    """Of a module inside of one whose sizes are changed: its own stay."""
+    """Pauses changed sizes in a module inside of the one that has them; its own sizes stay."""
 
     forward: SizedForward
     place = EditPlace.SIZES
