@@ -167,15 +167,15 @@ WRONG = {
     "state is a number": (_number, "optimizer: state 'count' of 'weight', 3, must be a tensor"),
     "classes": (
         lambda g: tp_ext.refit.plan(a := _linear(g), b := _linear(g), optimizers=(_sgd(a), _adam(b))),
-        "optimizers: that of the target, Adam, must be of the class of that of the source, SGD",
+        "optimizers: the target's, Adam, must be of the class of the source's, SGD",
     ),
     "no source optimizer": (
         lambda g: tp_ext.refit.plan(_linear(g), b := _linear(g), optimizers=(None, _adam(b))),
-        "optimizers: that of the source is None on all ranks",
+        "optimizers: the source's is None on all ranks",
     ),
     "states of the target alone": (
         _states(torch.optim.AdamW, {}, {"amsgrad": True}, (1, 1)),
-        "optimizers: that of the source must have the state 'max_exp_avg_sq' of 'weight', since the target's has it",
+        "optimizers: the source's must have the state 'max_exp_avg_sq' of 'weight', since the target's has it",
     ),
     "amsgrad, without state": (
         _states(torch.optim.Adam, {}, {"amsgrad": True}),
@@ -410,4 +410,4 @@ def _amsgrad_later(group):
 
 def test_run_refuses_options_by_which_there_are_more_states():
     for message in simulated.run(_amsgrad_later, 2):
-        assert message.startswith("optimizers: the options of that of the target by which it has more states")
+        assert message.startswith("optimizers: the options of the target's that add states")

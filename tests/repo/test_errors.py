@@ -215,7 +215,7 @@ REST = [
     (
         "refit.plan(None, None, optimizers=(sgd(ones(2)), None))",
         ValueError,
-        "optimizers: that of the source must be None on a rank that does not have the source",
+        "optimizers: the source's must be None on a rank that does not have the source",
     ),
     ("CheckpointReader(3)", TypeError, "expected str, bytes or os.PathLike object"),
     ("grad_norm(Column(4, 4, group=g), float('nan'))", ValueError, "norm_type: nan must be a number"),

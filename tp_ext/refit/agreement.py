@@ -52,15 +52,13 @@ def check_reports(reports: Sequence[RefitReport]) -> None:
         for side in ("source", "target")
     ]
     if kinds[1] and not kinds[0]:
-        raise ValueError(
-            "optimizers: that of the source is None on all ranks, and must be an optimizer, as the target's"
-        )
+        raise ValueError("optimizers: the source's is None on all ranks, and must be an optimizer, as the target's")
     # Classes with the same options, such as Adam and AdamW, have states that mean the same
     options = {names for of_side in kinds for _, names in of_side} if kinds[1] else set()
     if len(options) > 1:
         shown = [", ".join(sorted(name for name, _ in of_side)) for of_side in kinds]
         raise ValueError(
-            f"optimizers: that of the target, {shown[1]}, must be of the class of that of the source, {shown[0]}, "
+            f"optimizers: the target's, {shown[1]}, must be of the class of the source's, {shown[0]}, "
             "whose options are others"
         )
 
@@ -72,12 +70,11 @@ def check_unchanged(before: Description, now: Description, side: str) -> None:
         raise ValueError(f"{side}: {item.text!r} must be as it was when the plan was made: make a new plan")
     if [param.item for param in before.optimized] != [param.item for param in now.optimized]:
         raise ValueError(
-            f"optimizers: that of the {side} must hold the parameters that it held when the plan was made: make a new "
-            "plan"
+            f"optimizers: the {side}'s must hold the parameters that it held when the plan was made: make a new plan"
         )
     if before.options != now.options:
         raise ValueError(
-            f"optimizers: the options of that of the {side} by which it has more states, such as amsgrad, must be as "
+            f"optimizers: the options of the {side}'s that add states, such as amsgrad, must be as "
             "when the plan was made: make a new plan"
         )
 

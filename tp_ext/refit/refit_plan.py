@@ -101,13 +101,11 @@ def plan(
     names = checked_names(names)
     pair = (None, None) if optimizers is None else tuple(optimizers)
     if len(pair) != 2:
-        raise ValueError(
-            f"optimizers: {len(pair)} optimizers must be a pair, that of the source and that of the target"
-        )
+        raise ValueError(f"optimizers: {len(pair)} optimizers must be a pair, the source's and the target's")
     for optimizer, model, side in zip(pair, (source, target), SIDES, strict=True):
         check_optimizer(optimizer)
         if optimizer is not None and model is None:
-            raise ValueError(f"optimizers: that of the {side} must be None on a rank that does not have the {side}")
+            raise ValueError(f"optimizers: the {side}'s must be None on a rank that does not have the {side}")
     return RefitPlan((source, target), process_group, _RefitOptions(names, pair, buffers, dtype, bucket_bytes, atomic))
 
 

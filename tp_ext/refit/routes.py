@@ -194,7 +194,7 @@ class Routes:
         # Without any state the target has none afterwards either, and its next step is a first one
         if lacks and (of_parts[0] or given is None):
             raise ValueError(
-                f"optimizers: that of the source must have the state {lacks[0]!r} of {parts[0]!r}, since the target's "
+                f"optimizers: the source's must have the state {lacks[0]!r} of {parts[0]!r}, since the target's "
                 f"has it of {param.name!r}"
             )
         if of_parts[0] and given is not None and (more := options - given):
