@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ContextLayout
 
 pytestmark = pytest.mark.core
@@ -137,7 +138,7 @@ def test_a_batch_sharded_and_put_together_again(p):
         ranks.run(_round_trips, p, (), {"batch": batch, "seq": seq}, shapes)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_communicates_one_gather(group):
     from tp_ext.debug import count_collectives
 

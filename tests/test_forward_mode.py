@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.region_maps import Case, cases, simple_cases
 from tp_ext import _ops
 from tp_ext.group import group_name
@@ -141,7 +142,7 @@ def _layer(group, kind, sp):
 
 
 @P
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_layers_against_the_unsharded_module(group):
     for kind, sp in [(k, s) for k in ("column", "row", "embedding") for s in (False, True)]:
         plain, ours, weights, x, sharded_in, sharded_out = _layer(group, kind, sp)
@@ -188,7 +189,7 @@ def test_layers_against_the_unsharded_module(group):
                 torch.testing.assert_close(grad, shard(full[name].grad, dims[name]))
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_main_grad_gets_the_gradients_of_value_and_tangent(group):
     """The gradients of value and tangent go to main_grad."""
     layer = tp_ext.ColumnParallelLinear(4, 6, group=group, grad_accumulation_fusion=True, dtype=torch.float64)
@@ -202,7 +203,7 @@ def test_main_grad_gets_the_gradients_of_value_and_tangent(group):
     torch.testing.assert_close(layer.weight.main_grad, want)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_dropout_and_rotary_embedding_are_linear(group):
     x = torch.randn(4, 2, 8, dtype=torch.float64)
     torch.manual_seed(group.rank())
@@ -297,7 +298,7 @@ def test_a_fused_backward_refuses_a_tangent():
     ranks.run_raises(_refused_in_backward, 2, NotImplementedError, message)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_linears_backward_passes_a_tangent_on(group):
     """dy alone has a tangent: the backward of a linear, recorded without one, passes it on."""
     for layer in (
@@ -315,7 +316,7 @@ def test_a_linears_backward_passes_a_tangent_on(group):
                 torch.testing.assert_close(forward_ad.unpack_dual(a).tangent, b)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_levels_without_derivatives_are_computed_as_usual(group):
     """A norm of constants, which jvp does not differentiate, is computed as ever, and recorded for backward."""
     norm = tp_ext.RMSNorm(4, dtype=torch.float64)

@@ -33,7 +33,10 @@ def _reused():
     address = first.data_ptr()
     del small, first
     assert _kept() == 8
-    assert _tensor(7.9).data_ptr() == address and _kept() == 8  # rounded up to 8
+    again = _tensor(7.9)
+    assert again.data_ptr() == address
+    del again
+    assert _kept() == 8  # rounded up to 8
     one, other = _tensor(8), _tensor(8)
     assert one.data_ptr() == address != other.data_ptr() and _kept() == 0
     assert other.data_ptr() % 64 == 0

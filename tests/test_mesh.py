@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext.mesh import SlowMeshWarning
 
 pytestmark = pytest.mark.core
@@ -88,7 +89,7 @@ def _calls(model, **options):
     }
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_wrong_meshes_are_refused_by_every_function(group):
     mesh = tp_ext.init_mesh("cpu", tp=2)
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))

@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.peak_memory import Peak
 from tp_ext import P, sharded_matmul
 
@@ -85,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_full_matrices(x, y, shape, batch,
     ranks.run(_like_dense, x * y, x, y, shape, batch, algorithm)
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_products_follow_one_another_and_run_in_a_map(group):
     """(a b) b^T b and its gradients: each product is sharded as the operands of the next."""
     mesh = _mesh(2, 2)
@@ -161,7 +162,7 @@ def test_shards_alone_are_saved_and_summa_holds_few_panels():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_compiles_whole(group, algorithm):
     mesh = _mesh(2, 2)
     _, shards = _operands(mesh, UNEVEN)
@@ -174,19 +175,19 @@ def test_compiles_whole(group, algorithm):
     assert_close(torch.autograd.grad(compiled(*shards), shards), want, **CLOSE)
 
 
-@ranks.on_all(2, algorithm="summa")
-def test_forward_mode(group, algorithm):
+@on_ranks(2, backend="gloo")
+def test_forward_mode(group):
     mesh = _mesh(1, 2)
     full, (a, b) = _operands(mesh, EVEN)
     tangents = [torch.randn_like(x) for x in full]
     own = tuple(_shard(t, mesh).detach() for t in tangents)
-    function = lambda a, b: tp_ext.matmul_2d(a, b, mesh["x"], mesh["y"], algorithm=algorithm)  # noqa: E731
+    function = lambda a, b: tp_ext.matmul_2d(a, b, mesh["x"], mesh["y"], algorithm="summa")  # noqa: E731
     found = torch.func.jvp(function, (a.detach(), b.detach()), own)
     want = torch.func.jvp(torch.matmul, tuple(x.detach() for x in full), tuple(tangents))
     assert_close(found, tuple(_shard(t, mesh).detach() for t in want), **CLOSE)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_dtypes_autocast_and_one_gradient(group):
     mesh = _mesh(2, 1)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.models import model_and_optimizer, train
+from tests.helpers.on_ranks import on_ranks
 from tp_ext._object_collectives import call_on_all_ranks
 
 pytestmark = [
@@ -245,7 +246,7 @@ def test_other_modules_are_named(tmp_path):
         tp_ext.load_checkpoint(tmp_path / "nowhere", nn.Linear(2, 2))
 
 
-@ranks.on_all(3)
+@on_ranks(3, backend="gloo")
 def test_of_the_errors_of_several_ranks_all_raise_the_first(group):
     def fail():
         raise ValueError(f"of rank {group.rank()}")

@@ -6,6 +6,7 @@ from torch import distributed as dist
 
 from tests.conformance.test_01_12_regions import CASES, check, every_p, ramp, spread
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import (
     ParallelAttention,
     VocabParallelEmbedding,
@@ -28,7 +29,7 @@ def test_case_13_strided_input_and_stride_0_gradient(case, p):
 
 
 @every_p
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_14_aliasing(group):
     r, p = group.rank(), group.size()
     x = ramp(2, 3).requires_grad_()
@@ -40,7 +41,7 @@ def test_case_14_aliasing(group):
 
 
 @every_p
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_15_double_backward(group):
     r, s = group.rank(), group.size() * (group.size() + 1) / 2
     x = ramp(2, 3).double().requires_grad_()
@@ -51,7 +52,7 @@ def test_case_15_double_backward(group):
 
 
 @every_p
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_16_uneven_shards(group):
     """In place of a refusal. Layers with features that p does not divide: cases 19 to 26."""
     # A length that p does not divide is cut as torch.tensor_split does, or as sizes= says.
@@ -104,7 +105,7 @@ def test_case_16_sizes_that_cannot_be_sharded_are_refused_alike(p, what, match):
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_17_two_groups_do_not_hear_each_other(group):
     r, p = group.rank(), group.size()
     halves = [half.tolist() for half in torch.arange(p).tensor_split(2)]
@@ -121,7 +122,7 @@ def test_case_17_two_groups_do_not_hear_each_other(group):
 @every_p
 @pytest.mark.parametrize("shape", [(0, 3), (5,), (2, 1, 3, 2, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_18_shapes_and_dtypes(group, dtype, shape):
     r, p = group.rank(), group.size()
     x = (torch.randint(-2, 3, shape) + r).to(dtype).requires_grad_()

@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import tp_ext
 from tests.conformance.test_19_26_linears import EVERY, FP64, SP, slices
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import own_input, own_output, own_tokens
 from tests.helpers.small_gpt import batches, make
 from tests.helpers.vocabulary import columns, make_rows
@@ -48,7 +49,7 @@ def test_case_27_gradients_add_up_in_main_grad(kind, sp, p):
 @EVERY
 @SP
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_28_frozen_weight_saves_no_input(group, kind, sp):
     p, rank, column = group.size(), group.rank(), kind is ColumnParallelLinear
     dense = nn.Linear(8, 8)
@@ -136,7 +137,7 @@ def test_case_29_a_weight_of_another_shape_is_refused(kind, p):
 @EVERY
 @SP
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_30_backward_twice_doubles_the_gradients(group, kind, sp):
     layer = kind(8, 8, group=group, sequence_parallel=sp)
     rows = torch.randn(4, 8)
@@ -155,7 +156,7 @@ def test_case_30_backward_twice_doubles_the_gradients(group, kind, sp):
 
 @EVERY
 @SP
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_30_backward_twice_through_every_layer(group, sp):
     ids, target = batches(1)[0]
     model = make(group, sequence_parallel=sp)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HALF, HIDDEN, assert_dense, call, fits, make
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gathered, own_tokens
 from tp_ext import Dropout, RotaryEmbedding, dropout
 
@@ -194,7 +195,7 @@ def test_case_46_masks_are_equal_where_replicated_and_differ_where_sharded(p):
 @EVERY
 @SP
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_46_recomputing_gives_the_same_mask(group, sp, nested):
     torch.manual_seed(9)
     layer = Dropout(P, group=group, sequence_parallel=sp)
@@ -223,7 +224,7 @@ def test_case_46_recomputing_gives_the_same_mask(group, sp, nested):
 @pytest.mark.thinned(1)
 @EVERY
 @SP
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_46_nested_forks_of_the_generator(group, sp):
     torch.manual_seed(9)
     layer, x, masks = Dropout(P, group=group, sequence_parallel=sp), torch.ones(8, 4), []

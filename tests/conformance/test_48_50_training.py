@@ -9,6 +9,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gathered
 from tests.helpers.small_gpt import CONFIG, batches, make, train
 from tp_ext.sharding import split_sizes
@@ -34,7 +35,7 @@ def _late(model, seed):
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @SP
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_case_48_delays_change_no_bit(group, sp):
     """Losses, gradients and parameters of two steps, with the overlap of the column layers' backward and the fused
     cross-entropy, which are always on."""

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.small_gpt import batches, make
 from tp_ext import Dropout
 
@@ -57,7 +58,7 @@ def test_case_51_block_compiles_to_one_graph(sp, p):
 
 
 @pytest.mark.exhaustive  # tests/training/test_compile.py::test_inductor compiles a like block
-@ranks.on_all(2, timeout=300)
+@on_ranks(2, backend="gloo", timeout=300)
 def test_case_51_block_compiles_with_inductor(group):
     with inductor.patch(fallback_random=True):  # seeds as eager draws them
         _compiled(group, True, "inductor")
@@ -86,7 +87,7 @@ def test_case_51_masks_of_inductor_are_the_same_for_every_p():
 @pytest.mark.core
 @EVERY
 @SP
-@ranks.on_all(timeout=120)
+@on_ranks(backend="gloo", timeout=120)
 def test_case_51_model_and_loss_have_no_graph_break(group, sp):
     torch._dynamo.reset()
     model = _Loss(make(group, num_layers=1, sequence_parallel=sp))
@@ -110,7 +111,7 @@ class _Loss(nn.Module):
 @pytest.mark.core
 @EVERY
 @SP
-@ranks.on_all(timeout=120)
+@on_ranks(backend="gloo", timeout=120)
 def test_case_51_a_recorded_step_runs_on_other_data(group, sp):
     """Forward, loss and backward as a list of operators: the counterpart of the CUDA graph on a machine without GPU.
     A value read on the host would have been recorded as a constant."""

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.region_maps import cases
 from tests.helpers.small_gpt import batches, make
 from tp_ext import (
@@ -174,7 +175,7 @@ def test_case_52_a_rank_that_stays_away_is_named(p):
 
 
 @pytest.mark.parametrize("p", [3, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (2, 4))])
-@ranks.on_all(timeout=2 * SECONDS)
+@on_ranks(backend="gloo", timeout=2 * SECONDS)
 def test_case_52_regions_are_not_disturbed(group):
     with _checked() as checked:
         for case in cases(group.size()):
@@ -231,7 +232,7 @@ def _layers(group, sp):
 @pytest.mark.parametrize("p", [2, 3, 4])
 @SP
 @pytest.mark.parametrize("work", [_step, _layers])
-@ranks.on_all(timeout=2 * SECONDS)
+@on_ranks(backend="gloo", timeout=2 * SECONDS)
 def test_case_52_layers_states_and_checks_are_not_disturbed(group, work, sp):
     with _checked() as checked:
         for got, want in zip(work(checked, sp), work(group, sp), strict=True):

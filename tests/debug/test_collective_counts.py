@@ -15,8 +15,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tp_ext
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import CSRC
-from tests.helpers.ranks import on_all, run
+from tests.helpers.ranks import run
 from tp_ext.debug import count_collectives
 
 EVERY_P = pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -88,7 +89,7 @@ def _calls(p, rank):
 
 @pytest.mark.core
 @EVERY_P
-@on_all()
+@on_ranks(backend="gloo")
 def test_every_call_of_torch_distributed(group):
     for name, (call, kind, payload, wire) in _calls(group.size(), group.rank()).items():
         with count_collectives() as counts:
@@ -100,7 +101,7 @@ def test_every_call_of_torch_distributed(group):
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@on_all()
+@on_ranks(backend="gloo")
 def test_messages(group):
     p, rank = group.size(), group.rank()
     with count_collectives() as counts:
@@ -237,7 +238,7 @@ def test_blocks_nest_and_threads_count():
     assert nothing == {}
 
 
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_group_that_is_gone(group):
     passing = dist.new_group([0, 1])
     with count_collectives() as counts:

@@ -93,7 +93,7 @@ def known(options):
     return {name: value for name, value in options.items() if name in names}
 
 
-def on_ranks(group, options, state, x, g, lengths, how, sp):
+def layer_step(group, options, state, x, g, lengths, how, sp):
     """On one rank: output and gradients of the layer with the weights of ``state``."""
     module = make(options, group, sequence_parallel=sp)
     tp_ext.load_full_state_dict(module, state, group=group)
@@ -104,7 +104,7 @@ def on_ranks(group, options, state, x, g, lengths, how, sp):
 
 
 def whole(results, sp):
-    """From what `on_ranks` returned on each rank: {"y", "dx", names of parameters: gradients}, full."""
+    """From what `layer_step` returned on each rank: {"y", "dx", names of parameters: gradients}, full."""
     ys, dxs, grads, tables = zip(*results, strict=True)
     if not sp:
         assert all(torch.equal(y, ys[0]) and torch.equal(dx, dxs[0]) for y, dx in zip(ys, dxs, strict=True))
@@ -133,5 +133,5 @@ def assert_dense(p, options, lengths, how, sp):
     """On p ranks output and all gradients are the reference's."""
     state = oracle.random_state(make(options))
     x, g = torch.randn(2, sum(lengths), HIDDEN, dtype=torch.float64)
-    got = whole(ranks.run(on_ranks, p, options, state, x, g, lengths, how, sp), sp)
+    got = whole(ranks.run(layer_step, p, options, state, x, g, lengths, how, sp), sp)
     assert_near(got, dense(options, state, x, g, lengths))

@@ -15,6 +15,8 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.debug  # noqa: F401
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
 import tp_ext
 import tp_ext.elastic.elastic_data  # noqa: F401, with refit and checkpoints
@@ -23,6 +25,7 @@ from tests.helpers import seeds
 if shutil.which("nvidia-smi") is None:  # both ask for GPUs, after which no fork may use one
     importlib.import_module("torch._inductor.compile_fx")
     seeds.cheapen()
+install_importhook(get_config())  # an assertion that fails on a rank shows its values
 if "TP_EXT_TYPECHECK" in os.environ:
     from tests.helpers import typechecked
 

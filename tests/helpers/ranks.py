@@ -1,5 +1,5 @@
-"""Gloo ranks for tests: `run(fn, p, ...)` calls fn on p ranks at once, returns what each returned; `@on_all()` makes a
-test of such a function.
+"""Gloo ranks for tests that compare them: `run(fn, p, ...)` calls fn on p ranks at once, returns what each returned.
+A test that runs on every rank itself: `on_ranks.py`.
 
 One pool of p long-lived processes per p, made at first use, each with its own default process
 group of size p (file rendezvous). They are forked from a server that has imported torch once and
@@ -16,9 +16,6 @@ TP_EXT_RANKS_BACKEND=cpu:gloo,cuda:nccl: the backends of their groups. TP_EXT_RA
 import atexit
 import contextlib
 import faulthandler
-import functools
-import importlib
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -72,29 +69,6 @@ def run(fn: Callable, p: int, *args: Any, timeout: float = 180, **kwargs: Any) -
         on_error.pop_all()
     _pools[p] = pool
     return results
-
-
-def on_all(p: int | None = None, *, timeout: float = 180, **fixed: Any) -> Callable[[Callable], Callable]:
-    """Makes ``fn(group, ..)`` a test that runs it on p ranks, some arguments ``fixed``; without p here, it is the
-    first argument of the test."""
-
-    def decorate(fn: Callable) -> Callable:
-        @functools.wraps(fn)
-        def test(**arguments: Any) -> None:
-            run(_call, arguments.pop("p", p), fn.__module__, fn.__name__, arguments | fixed, timeout=timeout)
-
-        _, *parameters = [each for each in inspect.signature(fn).parameters.values() if each.name not in fixed]
-        if p is None:
-            parameters.insert(0, inspect.Parameter("p", inspect.Parameter.POSITIONAL_OR_KEYWORD))
-        test.__signature__ = inspect.Signature(parameters)  # pytest reads the arguments from it
-        return test
-
-    return decorate
-
-
-def _call(group: Any, module: str, name: str, arguments: dict[str, Any]) -> None:
-    # The name is that of the test: what a rank does has none of its own by which it could travel
-    getattr(importlib.import_module(module), name).__wrapped__(group, **arguments)
 
 
 def start_forkserver() -> None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import tp_ext
 from tests.helpers import ranks, simulated
+from tests.helpers.on_ranks import on_ranks
 from tests.mesh_program.cases import CREATED_WITH_OUT, IN_PLACE, OPERATORS, READS, UNEVEN, WRITES
 from tp_ext import P, lax
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
@@ -27,7 +28,7 @@ def _over(mesh, function, in_specs=X, out_specs=X, **options):
     return tp_ext.spmd(mesh, in_specs=in_specs, out_specs=out_specs, **options)(function)
 
 
-@ranks.on_all(1, timeout=300)
+@on_ranks(1, backend="gloo", timeout=300)
 def test_operators(group):
     """Eager and compiled, as of plain tensors."""
     mesh = _mesh(1)
@@ -137,7 +138,7 @@ def test_all_in_place_and_out_operators_of_torch_are_refused():
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_results_of_uneven_shards(group):
     p, x = group.size(), torch.arange(20.0, dtype=torch.float64).view(10, 2).requires_grad_()
     mesh = _mesh(p)
@@ -154,7 +155,7 @@ def test_results_of_uneven_shards(group):
             torch.testing.assert_close(*grads, msg=lambda m, n=name: f"{n}: {m}", **CLOSE)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_shards_that_do_not_fit_together_are_an_error_on_all_ranks(group):
     mesh, x, rank = _mesh(2), torch.ones(4, 6), group.rank()
     for function, message in (
@@ -229,7 +230,7 @@ def test_exchanges_over_two_axes(x, y):
     ranks.run(_exchanges, x * y, x, y)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_dtypes(group):
     """psum, pmean, pmax, pmin of all ranks' values, for every dtype: numbers by stack, booleans counted."""
     mesh = _mesh(2)
@@ -288,7 +289,7 @@ def test_structures_and_numbers(run):
     run(_structures, 2)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_second_derivatives_of_pmax_and_pmin(group):
     """Of pmax and pmin as of amax and amin over the ranks' values: equal ones, some equal, all different, alike."""
     mesh, p = _mesh(group.size()), group.size()
@@ -325,7 +326,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("check", [True, False])
-@ranks.on_all(2, timeout=300)
+@on_ranks(2, backend="gloo", timeout=300)
 def test_transforms_around_a_map(group, check):
     """Around of a map: grad, vjp, jacrev, grad of grad, jvp of grad, vmap of grad and grad of vmap."""
     mesh, x = _mesh(2), torch.randn(4, 2, dtype=torch.float64)
@@ -355,7 +356,7 @@ def test_transforms_around_a_map(group, check):
             torch.testing.assert_close(found, want, msg=lambda m, n=(name, kind): f"{n}: {m}", **CLOSE)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_transforms_inside_of_a_map(group):
     """The gradient of a loss of all rows, with respect to weights that do not vary and rows that do."""
     mesh, func = _mesh(2), torch.func
@@ -387,7 +388,7 @@ def test_transforms_inside_of_a_map(group):
             _over(mesh, function, P("x"), P())(x)
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_random_numbers_of_a_ranks_own(group):
     mesh, both = _mesh(2, 2), P(("x", "y"))
 

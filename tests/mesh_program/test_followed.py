@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.mesh_program.cases import FOLLOWED
 from tp_ext import P, lax
 from tp_ext.mesh_program.varying import VaryingValueError
@@ -21,7 +21,7 @@ def _over(function, out_specs=X):
     return tp_ext.spmd(mesh, in_specs=X, out_specs=out_specs)(function)
 
 
-@ranks.on_all(2, timeout=300)
+@on_ranks(2, backend="gloo", timeout=300)
 def test_values_that_vary_are_followed_where_torch_asks_no_type(group):
     x = torch.arange(24.0).view(8, 3)
     for name, function in FOLLOWED.items():
@@ -45,7 +45,7 @@ class Pair:
     x: torch.Tensor
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_structures_of_results(group):
     x = torch.arange(4.0)
     point = _over(lambda a: Point(a, a + 1), out_specs=(X, X))(x)

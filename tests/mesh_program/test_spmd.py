@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import P, lax
 from tp_ext.mesh_program import scope
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
@@ -59,7 +60,7 @@ def test_values_gradients_and_double_backward(x, y, features):
     ranks.run(_double_backward, x * y, x, y, features)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_checkpointing_inside_and_outside(group):
     torch.manual_seed(0)
     inputs = _random(4, 6), _random(6, 3), _random(4, 4)
@@ -94,7 +95,7 @@ def test_checkpointing_inside_and_outside(group):
             found.sum().backward()
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_maps_inside_of_maps(group):
     torch.manual_seed(0)
     mesh, (a, b) = _mesh(2, 2), (_random(4, 6), _random(6, 4))
@@ -113,7 +114,7 @@ def test_maps_inside_of_maps(group):
         tp_ext.spmd(mesh["x"], in_specs=P("x"), out_specs=P("x"))(lambda a: rows(a, b))(a)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_full_tensors_dtensors_local_ones_and_structures(group):
     torch.manual_seed(0)
     mesh, rank = _mesh(2, 1), group.rank()
@@ -142,7 +143,7 @@ def test_full_tensors_dtensors_local_ones_and_structures(group):
     assert torch.equal(got[2], torch.full_like(local, 2))
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_gradients_inside_of_a_map(group):
     """Gradients that a program takes inside of a map vary as the inputs do."""
     torch.manual_seed(0)
@@ -161,7 +162,7 @@ def test_gradients_inside_of_a_map(group):
     torch.testing.assert_close(gradient(w, x), want, **CLOSE)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_unchecked(group):
     torch.manual_seed(0)
     w, x = _random(3, 2), _random(4, 3)
@@ -192,13 +193,13 @@ def test_collectives_are_those_of_the_megatron_mlp():
     assert ranks.run(_collectives, 2) == [({"all_reduce": 1}, {"all_reduce": 1, "all_gather": 2})] * 2
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_result_falsely_claimed_replicated_is_named_with_its_line(group):
     with pytest.raises(VaryingValueError, match=r"the result of .*test_spmd\.py:\d+ varies"):
         tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P())(lambda x: x + 1)(torch.ones(4))
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
     mesh, x = _mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
     twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: lax.psum(x, "x"))(x)
@@ -211,7 +212,7 @@ def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
     assert repr(P("x", None, ("y", "z"))) == "P('x', None, ('y', 'z'))" and P("x") == P(("x",)) != P("x").local()
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_several_axes(group):
     """Collectives over two axes: the first of the tuple is the outermost."""
     mesh, both = _mesh(2, 2), ("x", "y")

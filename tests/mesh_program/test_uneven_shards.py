@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks, simulated
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import P, lax, spmd
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -41,7 +42,7 @@ UNEVEN_GATHERS = {  # by what they compute of all rows
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_gathers_of_uneven_shards(group):
     mesh = _mesh(group.size())
     for rows, (name, (program, want)), invariant in itertools.product((1, 7), UNEVEN_GATHERS.items(), (True, False)):
@@ -58,7 +59,7 @@ def test_gathers_of_uneven_shards(group):
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_other_collectives_of_uneven_shards(group):
     mesh, x = _mesh(group.size()), torch.ones(7, 6)
     for name, function in {

@@ -7,6 +7,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of
 from tests.helpers.paths import ROOT
 
@@ -23,7 +24,7 @@ def _code():
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_own_layer_is_the_unsharded_module(group, sp):
     names = _code()
     names["compare_with_torch"](names["GatedMLP"], group, sp)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.model.test_module_two_axes import HIDDEN, SP, _model, _own_rows, batch
 
 pytestmark = pytest.mark.core
@@ -51,7 +52,7 @@ def _grads(model):
 
 
 @pytest.mark.parametrize("options", [HIDDEN, pytest.param(SP, marks=pytest.mark.exhaustive)], ids=["hidden", "tokens"])
-@ranks.on_all(4, timeout=300)
+@on_ranks(4, backend="gloo", timeout=300)
 def test_compiled(group, options):
     model, mesh = _model(_mesh(), blocks=1, norm=tp_ext.LayerNorm, mlp=KEPT, **options), _mesh()
     want = _loss(model, mesh)
@@ -64,7 +65,7 @@ def test_compiled(group, options):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_recomputed(group, use_reentrant):
     model, mesh = _model(_mesh(), **HIDDEN), _mesh()
     _loss(model, mesh).backward()
@@ -78,7 +79,7 @@ def test_recomputed(group, use_reentrant):
 
 
 @pytest.mark.parametrize("options", [HIDDEN, SP | KEPT], ids=["hidden", "tokens"])
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_second_order(group, options):
     """Double backward and forward mode of both linears, against those of the full matrices."""
     column, row, x = _linears(options)
@@ -115,7 +116,7 @@ def test_second_order(group, options):
     assert_close(tangent, ((a - b) / (2 * step)).detach(), rtol=1e-6, atol=1e-8)
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_autocast(group):
     mesh = _mesh()
     model = _model(mesh, **HIDDEN).float()

@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.model.test_module_two_axes import CLOSE
 from tests.model.test_module_two_axes import _mlp as mlp_of
 
@@ -31,7 +32,7 @@ def _write_in_place(weight):
 WRITES = [_write_data, _set_data, _write_vector, _write_in_place]
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_a_weight_that_is_written_after_its_prefetch_is_gathered_again(group):
     mesh = mesh_of(2, 2, names=("x", "y"))
     for write in WRITES:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import (
     full_gradients,
     gradients,
@@ -162,7 +163,7 @@ def test_fp32(p, case):
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_any_strides_of_input_and_gradient(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group).detach()

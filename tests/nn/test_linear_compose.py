@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import (
     count_collectives_of,
     full_gradients,
@@ -150,7 +151,7 @@ def test_compile_gather_output_with_copies():
 
 @pytest.mark.thinned(1)
 @BOTH
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_compiled_autograd(group, kind, sp):
     """torch compiles the backward of a forward that ran as ever."""
     torch._dynamo.reset()
@@ -163,7 +164,7 @@ def test_compiled_autograd(group, kind, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_activation_checkpointing(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
@@ -203,7 +204,7 @@ def test_autocast(kind, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_copied_pickled_and_moved_layers_know_their_shardings(group, kind, sp):
     layer = small_layer(group, kind, sp, torch.float32)
     x = small_input(layer, group, torch.float32)
@@ -225,7 +226,7 @@ def test_copied_pickled_and_moved_layers_know_their_shardings(group, kind, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_functional_call(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.helpers import oracle, ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -107,7 +108,7 @@ def test_blocks_pass_it_on(name, sp, p):
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_a_weight_of_the_callers(group, kind):
     layer = kind(6, 8, group=group, dtype=torch.float64, device="meta")
     weight = nn.Parameter(torch.randn(layer.weight.shape, dtype=torch.float64))
@@ -127,7 +128,7 @@ def test_a_weight_of_the_callers(group, kind):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_backward_twice_in_part_and_frozen(group):
     layer = ColumnParallelLinear(3, 4, group=group, dtype=torch.float64, **FUSED)
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
@@ -150,7 +151,7 @@ def test_backward_twice_in_part_and_frozen(group):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_autocast(group):
     layer = ColumnParallelLinear(8, 4, group=group, **FUSED)
     layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -164,7 +165,7 @@ def test_autocast(group):
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_compiled(group, kind):
     layer = kind(4, 4, group=group, **FUSED)
     layer.weight.main_grad = torch.zeros_like(layer.weight)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tp_ext
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import full_gradients, gradients, own_input, own_output
-from tests.helpers.ranks import on_all, run
+from tests.helpers.ranks import run
 from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear
 from tp_ext.checkpoint.gather import gather_full, ranks_of
 from tp_ext.model.census import census
@@ -210,7 +211,7 @@ def test_merged_weights_are_the_dense_ones(case):
             torch.testing.assert_close(full, want, **close)
 
 
-@on_all(4)
+@on_ranks(4, backend="gloo")
 def test_merged_copies_are_the_same_bits(group):
     """The ranks' rows of k and v stand behind those of 2, 1, 2 and 1 heads of q."""
     attention = tp_ext.ParallelAttention(64, 6, head_dim=16, num_kv_heads=2, group=group)

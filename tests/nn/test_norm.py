@@ -6,6 +6,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of, full_gradients, gradients, own_tokens
 
 pytestmark = pytest.mark.core
@@ -130,7 +131,7 @@ def test_collectives(name, sums):
 
 
 @pytest.mark.parametrize("name", [RMS, LAYER])
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_compile_without_graph_breaks(group, name):
     torch._dynamo.reset()
     _, ours = _pair(name, (3, 4), {}, torch.float64, group, True)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of, full_gradients, gradients, own_tokens
 
 pytestmark = pytest.mark.core
@@ -118,7 +119,7 @@ def _gradients_of(model, x, **options):
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("how", ["plain", "sp", "checkpoint", "hooks", "ddp", "fsdp", "compile"])
 @pytest.mark.parametrize("name", [RMS, LAYER])
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_a_model_is_that_of_add_and_norm(group, name, how):
     torch._dynamo.reset()
     results, calls = [], []

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.data_parallel import mesh, wrap
+from tests.helpers.on_ranks import on_ranks
 from tp_ext.outside.places import found_place
 
 
@@ -381,7 +382,7 @@ def test_padding_under_fsdp2():
     assert second.chunks[:2] == ((5, 4), ((4, 0),)) and second.local_sizes == ((1, 4),)
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_replicas_may_load_one_file(group):
     axes = mesh(2, 2)
     model = wrap(nn.ModuleDict({"embedding": _net(axes["tp"].get_group())}), "ddp", axes["dp"])

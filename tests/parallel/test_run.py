@@ -14,6 +14,7 @@ from tests.helpers import ranks
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import GPT, Block
+from tests.helpers.on_ranks import on_ranks
 
 VOCAB, HIDDEN, BATCH, SEQ, STEPS = 13, 8, 4, 6, 2
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -224,13 +225,13 @@ def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
         pytest.param((1, 1, 2, 1), {"zero": 3}, marks=pytest.mark.exhaustive),
     ],
 )
-@ranks.on_all(2, microbatches=2, sp=False, timeout=120)
-def test_evaluation_is_that_of_one_process_and_changes_nothing(group, sizes, microbatches, sp, options):
+@on_ranks(2, backend="gloo", timeout=120)
+def test_evaluation_is_that_of_one_process_and_changes_nothing(group, sizes, options):
     """Evaluation between two steps; its loss, and the losses with and without it."""
     with default_dtype(torch.float64):
         found = []
         for evaluated in (False, True):
-            mesh, run, optimizer, layout = prepared(sizes, microbatches, sp, options)
+            mesh, run, optimizer, layout = prepared(sizes, 2, False, options)
             losses, params = trained(run, optimizer, [0], layout), list(run.parameters())
             if evaluated:
                 ids, target = (layout.shard(t, 1) for t in batch(1, run.data_rank))
@@ -253,7 +254,7 @@ def test_evaluation_is_that_of_one_process_and_changes_nothing(group, sizes, mic
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 1)])
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_autocast_is_that_of_forwards_and_losses(group, sizes):
     _, run, optimizer, layout = prepared(sizes, 2, False, {"autocast": torch.bfloat16})
     kinds = set()

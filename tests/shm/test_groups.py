@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run
 from tests.shm.backends import group_of, launch, results, start, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -43,7 +44,7 @@ def test_subgroups_of_one_two_and_three(backend):
 
 
 @tp_shm_and_gloo
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_group_of_one(world, backend):
     """In a group of one everything is a copy."""
     groups = [group_of(backend, (rank,)) for rank in range(world.size())]
@@ -83,9 +84,9 @@ def test_groups_come_and_go(backend):
 
 
 @tp_shm_and_gloo
-@on_all(2, count=20)
-def test_many_groups_at_once(world, backend, count):
-    groups = [dist.new_group(backend=backend) for _ in range(count)]
+@on_ranks(2, backend="gloo")
+def test_many_groups_at_once(world, backend):
+    groups = [dist.new_group(backend=backend) for _ in range(20)]
     for turn in range(2):
         for i, group in enumerate(groups):
             assert _sum(group, i + turn) == (i + turn) * world.size()
@@ -94,7 +95,7 @@ def test_many_groups_at_once(world, backend, count):
 
 
 @tp_shm_and_gloo
-@on_all(3)
+@on_ranks(3, backend="gloo")
 def test_groups_that_are_hardly_used(world, backend):
     """A group that is destroyed without one call, and one that only a few ranks ever use."""
     unused, group = dist.new_group(backend=backend), dist.new_group(backend=backend)
@@ -123,7 +124,7 @@ def test_new_subgroups(backend):
 
 
 @tp_shm_and_gloo
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_the_attributes_of_a_group(world, backend):
     group = group_of(backend)
     own = group._get_backend(torch.device("cpu"))

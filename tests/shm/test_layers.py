@@ -7,7 +7,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dist_nn
 
 import tp_ext
-from tests.helpers.ranks import on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run
 from tests.shm.backends import group_of, of_all, same, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.core
 
 @tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
-@on_all()
+@on_ranks(backend="gloo")
 def test_functional_collectives(world, backend):
     group, p, rank = group_of(backend), world.size(), world.rank()
     xs = of_all(p, (2 * p, 3), torch.float64)
@@ -37,9 +38,9 @@ def test_functional_collectives(world, backend):
 
 # tests/training/test_compile.py compiles a block with inductor, which does not know the backend
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-@on_all(2, backend="tp_shm")
-def test_compiled(world, backend, compiler):
-    group, p, rank = group_of(backend), world.size(), world.rank()
+@on_ranks(2, backend="tp_shm")
+def test_compiled(group, compiler):
+    p, rank = group.size(), group.rank()
     xs = [x.requires_grad_() for x in of_all(p, (2 * p, 3), torch.float64)]
     x = xs[rank]
 
@@ -56,10 +57,10 @@ def test_compiled(world, backend, compiler):
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@on_all(backend="tp_shm")
-def test_differentiable_collectives(world, backend):
+@on_ranks(backend="tp_shm")
+def test_differentiable_collectives(group):
     """torch.distributed.nn.functional: the loss is a sum over ranks of weighted outputs."""
-    group, p, rank = group_of(backend), world.size(), world.rank()
+    p, rank = group.size(), group.rank()
     x = torch.arange(2.0 * p).double().add(rank).requires_grad_()
     weights = [torch.arange(2.0 * p).double() * (r + 1) for r in range(p)]
 

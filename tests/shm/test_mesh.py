@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.helpers.ranks import on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run
 from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -81,7 +82,7 @@ def test_fsdp2_training_and_its_checkpoint(p, backend, tmp_path):
 
 @tp_shm_and_gloo
 @pytest.mark.parametrize("p", [2, 3])
-@on_all()
+@on_ranks(backend="gloo")
 def test_dtensor(world, backend):
     mesh, p = _mesh(backend), world.size()
     full = torch.arange(7 * 5, dtype=torch.float64).view(7, 5)  # no p divides it
@@ -97,7 +98,7 @@ def test_dtensor(world, backend):
 
 
 @tp_shm_and_gloo
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_parallelize_module(world, backend):
     mesh = _mesh(backend)
     torch.manual_seed(0)
@@ -115,7 +116,7 @@ def test_parallelize_module(world, backend):
 
 @tp_shm_and_gloo
 @pytest.mark.parametrize("p, schedule", [(2, ScheduleGPipe), (3, Schedule1F1B)], ids=["gpipe", "1f1b"])
-@on_all()
+@on_ranks(backend="gloo")
 def test_pipelines(world, backend, schedule):
     """One stage per rank, more microbatches than stages: loss and gradients of the unsplit model."""
     p, rank = world.size(), world.rank()
@@ -144,7 +145,7 @@ def test_pipelines(world, backend, schedule):
 
 
 @tp_shm_and_gloo
-@on_all(4)
+@on_ranks(4, backend="gloo")
 def test_a_mesh_of_two_dimensions(world, backend):
     """FSDP2 along one axis of a mesh of 2 x 2, sums along the other: four small groups of one backend."""
     rank = world.rank()

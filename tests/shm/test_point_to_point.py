@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run
 from tests.shm.backends import DTYPES, both_backends, group_of, same, values
 
 pytestmark = pytest.mark.core
@@ -178,7 +179,7 @@ def test_many_messages_waited_for_from_the_last(backend):
 
 @both_backends
 @pytest.mark.parametrize("n", [65_536, 1_048_577, 5_000_011])
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_large_messages(world, backend, n):
     group, rank = group_of(backend), world.rank()
     x = torch.arange(n, dtype=torch.int32) if rank == 0 else torch.empty(n, dtype=torch.int32)

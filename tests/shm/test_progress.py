@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run
 from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -104,7 +105,7 @@ def test_while_its_rank_is_blocked_elsewhere(n, blocking, backend):
 
 
 @tp_shm_and_gloo
-@on_all(2, timeout=20)
+@on_ranks(2, backend="gloo", timeout=20)
 def test_works_of_two_groups_waited_for_crosswise(world, backend):
     """Each rank waits for the work that the other issued last."""
     first, second, rank = group_of(backend), group_of(backend, None, "other"), world.rank()
@@ -116,7 +117,7 @@ def test_works_of_two_groups_waited_for_crosswise(world, backend):
 
 
 @tp_shm_and_gloo
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_work_waited_for_long_after_later_ones(world, backend):
     """Nobody looks at a work until long after all others."""
     group, rank = group_of(backend), world.rank()

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import RankError, on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import RankError, run
 from tests.shm.backends import collective, group_of, launch, results, start, timed_error, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -59,7 +60,7 @@ def test_a_wait_with_its_own_timeout(backend):
 
 
 @tp_shm_and_gloo
-@on_all(3)
+@on_ranks(3, backend="gloo")
 def test_a_rank_that_is_late_in_time(world, backend):
     """A rank that comes late, but in time."""
     group, rank = group_of(backend), world.rank()

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import on_all, run
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run
 from tests.shm.backends import group_of, of_all, same, tp_shm_and_gloo, values
 
 pytestmark = pytest.mark.core
@@ -166,12 +167,12 @@ def test_works_that_are_dropped(p, backend):
 
 
 @tp_shm_and_gloo
-@on_all(3, rounds=50)
-def test_groups_interleaved(world, backend, rounds):
+@on_ranks(3, backend="gloo")
+def test_groups_interleaved(world, backend):
     """Three groups over the same ranks; works of all of them in flight, waited for in another order on each rank."""
     groups = [group_of(backend, None, str(i)) for i in range(3)]
     p, rank = world.size(), world.rank()
-    for salt in range(rounds):
+    for salt in range(50):
         xs = [values(rank, 10 + i, torch.float32, salt) for i in range(3)]
         works = [dist.all_reduce(x, group=g, async_op=True) for x, g in zip(xs, groups, strict=True)]
         order = [0, 1, 2]
@@ -182,7 +183,7 @@ def test_groups_interleaved(world, backend, rounds):
 
 
 @tp_shm_and_gloo
-@on_all(2)
+@on_ranks(2, backend="gloo")
 def test_groups_in_another_order_on_each_rank(world, backend):
     """Two groups called in opposite orders by the ranks: works are independent from group to group."""
     groups = [group_of(backend, None, str(i)) for i in range(2)]
@@ -197,8 +198,8 @@ def test_groups_in_another_order_on_each_rank(world, backend):
 
 
 @tp_shm_and_gloo
-@on_all(3, rounds=60)
-def test_threads_with_a_group_each(world, backend, rounds):
+@on_ranks(3, backend="gloo")
+def test_threads_with_a_group_each(world, backend):
     """Each thread has a group of its own; nothing orders the threads, and the ranks' threads differ in speed."""
     p, rank = world.size(), world.rank()
     groups = [group_of(backend, None, f"thread {i}") for i in range(4)]
@@ -207,7 +208,7 @@ def test_threads_with_a_group_each(world, backend, rounds):
     def work(i):
         sleeper = random.Random(i * p + rank)
         try:
-            for salt in range(rounds):
+            for salt in range(60):
                 x = values(rank, 1 + 500 * i, torch.float32, salt)
                 dist.all_reduce(x, group=groups[i])
                 same(x, sum(of_all(p, 1 + 500 * i, torch.float32, salt)))

@@ -5,7 +5,7 @@ import torch
 
 import tp_ext
 from tests.fuzz import plain
-from tests.helpers import ranks, registry
+from tests.helpers import registry
 from tests.helpers.makers import (
     CASES,
     FFN,
@@ -20,6 +20,7 @@ from tests.helpers.makers import (
     same,
     step,
 )
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gradients
 
 pytestmark = pytest.mark.core
@@ -73,7 +74,7 @@ def test_blocks_and_the_gpt(p, low):
 
 
 @pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_nested_disabled_and_uncached(group, sp):
     for name in CASES:
         module = build(name, group, sp, torch.float32)
@@ -114,7 +115,7 @@ def test_modules_that_are_low_themselves(p, sp, low):
 
 
 @pytest.mark.parametrize("low", [*LOW, torch.float32], ids=str)
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_dtype_at_construction(group, low):
     """dtype= at construction is the rounded fp32 weight, and what .to(dtype) gives."""
     for make in (

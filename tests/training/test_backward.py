@@ -6,6 +6,7 @@ import torch
 
 from tests.helpers import ranks
 from tests.helpers.makers import CASES, build, caller, outcome, own_input, own_upstream, same
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 
@@ -62,7 +63,7 @@ WRAPS = {"anomaly": _anomaly, "save_on_cpu": _offloaded, "packed": _own_storage,
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_the_same_bits_whatever_hangs_on_it(group, sp):
     for name in CASES:
         module = build(name, group, sp)
@@ -72,7 +73,7 @@ def test_the_same_bits_whatever_hangs_on_it(group, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_module_hooks_see_the_gradients(group, sp):
     """A full backward hook sees the gradients of the module's input and output."""
     for name in ("column", "row", "mlp", "attention_mqa", "layer_norm", "rich_block"):
@@ -88,7 +89,7 @@ def test_module_hooks_see_the_gradients(group, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_no_grad_and_inference_mode(group, sp):
     for name in CASES:
         module = build(name, group, sp)
@@ -107,7 +108,7 @@ def test_no_grad_and_inference_mode(group, sp):
 
 
 @pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_retain_graph_partial_backwards_and_zero_grad(group, sp):
     """retain_graph: the second backward adds the same bits once more; backward for some inputs only."""
     for name, case in CASES.items():
@@ -143,7 +144,7 @@ def test_retain_graph_partial_backwards_and_zero_grad(group, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_parameter_hooks_see_the_complete_gradient_once(group, sp):
     """Each is called once per parameter, with the gradient that is there afterwards: sums over copies, ranks and uses
     have been made."""
@@ -165,7 +166,7 @@ def test_parameter_hooks_see_the_complete_gradient_once(group, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_parameter_hooks_may_change_the_gradient(group, sp):
     """A hook that changes the gradient: what it returns is what is stored."""
     for name in ("mlp", "attention_mqa", "layer_norm", "gpt"):

@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.helpers import ranks
 from tests.helpers.makers import HIDDEN, SEQ, TOKENS, VOCAB, Block, build, caller, config, gpt, outcome
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import full_gradients, gradients
 from tests.helpers.small_gpt import checkpointed
 
@@ -90,7 +91,7 @@ def test_compilations_stay_few():
 
 
 @MOSTLY_SP
-@ranks.on_all(2, timeout=240)
+@on_ranks(2, backend="gloo", timeout=240)
 def test_with_autocast_checkpointing_and_module_compile(group, sp):
     """Autocast, activation checkpointing and one compilation per block (nn.Module.compile) in one training step."""
     torch._dynamo.reset()

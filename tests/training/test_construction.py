@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.makers import CASES, FFN, HIDDEN, build, outcome, same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import full_gradients, gradients
 
 pytestmark = pytest.mark.core
@@ -30,7 +31,7 @@ def _reset(model):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_from_meta_as_constructed_directly(group, sp):
     for name in CASES:
         direct = build(name, group, sp, torch.float32)
@@ -52,7 +53,7 @@ def test_from_meta_as_constructed_directly(group, sp):
             assert param.tp_sharding == sharding, f"{name}: {key}"
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_own_initialisers_wait_for_memory(group):
     """A meta module makes no full tensor, and draws nothing."""
     made = []
@@ -109,7 +110,7 @@ def _loaded(module, state):
 
 
 @pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_copies_compute_the_same_and_train_independently(group, sp):
     for name in CASES:
         module = build(name, group, sp)
@@ -173,7 +174,7 @@ def test_averaged_models(p, sp):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_parameters_to_vector_and_back(group):
     for name in CASES:
         module = build(name, group, False)

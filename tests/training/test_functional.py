@@ -6,6 +6,7 @@ from torch.func import functional_call, grad, hessian, jvp, stack_module_state, 
 
 from tests.helpers import ranks
 from tests.helpers.makers import CASES, HIDDEN, TOKENS, build, caller, own_input, own_upstream
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:There is a performance drop")]
 
@@ -15,7 +16,7 @@ BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_functional_call_ties_and_all(group, sp):
     """Values of another module put in: its output, and gradients that go to them, not to the module's own."""
     for name, case in CASES.items():
@@ -45,7 +46,7 @@ BATCHED = ["column", "row", "mlp", "mlp_gated", "rms_norm", "layer_norm", "embed
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_vmap_over_inputs(group, sp):
     for name in BATCHED:
         module = build(name, group, sp)
@@ -68,7 +69,7 @@ def test_vmap_over_inputs(group, sp):
             )
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_vmap_over_weights(group):
     """An ensemble of models, their weights stacked."""
     models = [build("mlp", group, False) for _ in range(3)]
@@ -109,7 +110,7 @@ def test_transforms_of_autograd_are_refused_before_anything_is_sent(name, how):
     ranks.run_raises(_transformed, 2, RuntimeError, message, name, how)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_forward_mode_of_linear_modules(group):
     """The tangent of a module that is linear in its input is its output without the bias."""
     for name in ("column", "row", "dropout", "head"):

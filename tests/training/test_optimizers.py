@@ -7,6 +7,7 @@ import torch
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.makers import SEQ, VOCAB, build, gpt
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 
@@ -56,7 +57,7 @@ def test_every_implementation_trains_as_on_one_process(name, how, p, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [2, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_optimizer_in_backward(group, sp):
     """Each parameter is stepped and its gradient freed as soon as it is there (torch's tutorial of that name)."""
     plain, model = build("gpt", group, sp), build("gpt", group, sp)
@@ -84,7 +85,7 @@ def test_optimizer_in_backward(group, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_microbatches_add_up_to_the_batch(group, sp):
     """Four microbatches, their losses divided by four, against all rows at once; nothing is dropped here."""
     torch.manual_seed(11)

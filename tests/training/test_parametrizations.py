@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.makers import HIDDEN, build, outcome, same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import full_gradients, gradients
 
 pytestmark = pytest.mark.core
@@ -98,7 +99,7 @@ def test_full_state_dicts_load_at_any_p(how):
         assert all(ranks.run(_load, p, state, how))
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_deepcopy_reset_parameters_and_removal(group):
     """reset_parameters draws the parametrized weight and stores what makes it."""
     for name in ("column", "attention_mqa", "head"):

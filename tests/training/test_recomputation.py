@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 
 from tests.helpers import ranks
 from tests.helpers.makers import CASES, build, caller, outcome, same
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 
@@ -51,7 +52,7 @@ def _recomputed(call, how, saved=()):
 
 @BOTH
 @pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_the_same_bits_for_every_module(group, sp):
     for name, case in CASES.items():
         module = build(name, group, sp)
@@ -65,7 +66,7 @@ def test_the_same_bits_for_every_module(group, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_preserve_rng_state_replays_the_masks(group, sp):
     """preserve_rng_state=False: right without dropout; with it the masks of backward are others, as the user asked."""
     for name, case in CASES.items():
@@ -133,7 +134,7 @@ def test_a_policy_that_saves_attention_computes_it_once(sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("name", ["column", "mlp_gated", "embedding", "head", "block", "gpt", "rich_block"])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_policy_that_saves_collectives_and_matmuls(group, name, sp):
     module = build(name, group, sp)
     want = outcome(name, module, group, sp)
@@ -142,7 +143,7 @@ def test_a_policy_that_saves_collectives_and_matmuls(group, name, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_stacks_and_nested_checkpoints(group, sp):
     """checkpoint_sequential over a stack, and a checkpoint inside a checkpoint."""
     stack = torch.nn.Sequential(*(build("rich_block", group, sp) for _ in range(3)))

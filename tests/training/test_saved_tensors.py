@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers import ranks
 from tests.helpers.makers import BATCH, CASES, FFN, HIDDEN, SEQ, TOKENS, build, caller, outcome, own_input, same
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 
@@ -98,7 +99,7 @@ def test_nothing_is_saved_where_nothing_is_wanted(p, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_requires_grad_may_change_between_steps(group, sp):
     """requires_grad_(False) after a step: the others' gradients stay the same bits, the frozen ones' stay away."""
     for name in sorted(CASES.keys() - {"embedding"}):  # which has one parameter only

@@ -10,6 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.makers import CASES, build, caller, own_input, own_upstream, same
+from tests.helpers.on_ranks import on_ranks
 
 NAMES = [name for name, case in CASES.items() if case.takes != "ids" and name != "dropout"]
 NORMS = {"tp_ext::_rms_norm_bwd", "tp_ext::_layer_norm_bwd"}  # each call computes the gradients that are asked for
@@ -46,7 +47,7 @@ def _backward(name, module, group, sp, run):
 
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("p", [1, 2])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_gradients_and_work_are_those_of_one_backward(group, sp):
     for name in NAMES:
         module = build(name, group, sp)
@@ -79,7 +80,7 @@ def test_only_the_same_gradient_is_taken():
 @pytest.mark.parametrize("low_precision", [False, True])
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("name", ["column", "row"])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_gradients_accumulated_into_main_grad(group, name, sp, low_precision):
     """The second half, torch.autograd.grad, gets zeros for these weights, since it takes no missing gradient."""
     modules = {}

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, make
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gathered, local_grads
 from tp_ext import ContextLayout
 from tp_ext.nn.attention.context_attention import CONTEXTS, context_attention
@@ -161,12 +162,12 @@ DEFAULT = [("ring", True, True), ("ulysses", False, False)]
         for case in itertools.product(CONTEXTS, (False, True), (False, True))
     ],
 )
-@ranks.on_all(4, shape=(2, 2), timeout=120)
-def test_compiled_and_recomputed(group, shape, context, sp, compiled):
+@on_ranks(4, backend="gloo", timeout=120)
+def test_compiled_and_recomputed(group, context, sp, compiled):
     torch._dynamo.reset()
     options = CASES["gqa"] | {"rope": {}, "dropout": 0.3}
     lengths = [3, 0, 1] if compiled else PACKED  # a graph has the scores of every two chunks of every sequence
-    s = Setting(shape, options, oracle.random_state(make(options)), lengths, sp=sp, context=context)
+    s = Setting((2, 2), options, oracle.random_state(make(options)), lengths, sp=sp, context=context)
     # The fake of the flash kernel of torch 2.11 gives fp32 for the log-sum-exps of fp64
     dtype, bound = (torch.float32, 1e-4) if compiled and torch.__version__ < "2.12" else (torch.float64, 1e-10)
     s.module.to(dtype)
@@ -188,7 +189,7 @@ def test_compiled_and_recomputed(group, shape, context, sp, compiled):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_autocast(group, context):
     options = CASES["gqa"] | {"qk_norm": True}
     s = Setting((2, 1), options, oracle.random_state(make(options)), PACKED, context=context)
@@ -233,7 +234,7 @@ def test_a_cache_that_a_context_group_has_filled(context, static):
 # A way of one's own
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_attention_by_a_callable(group):
     seen = []
 
@@ -256,7 +257,7 @@ def test_attention_by_a_callable(group):
 
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("bucket", [1, 64, 1 << 20])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_sum_gradients(group, bucket):
     tp_ext.parallel.gradient_sum._BUCKET_BYTES = bucket
     rank, p = group.rank(), group.size()

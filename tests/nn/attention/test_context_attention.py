@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ContextLayout
 from tp_ext.nn.attention.context_attention import CONTEXTS, AttentionOptions, context_attention
 
@@ -206,7 +207,7 @@ def test_each_exchange_begins_before_the_attention_to_the_block_at_hand():
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sliding_window": 3}], ids=str)
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_compiles_whole(group, context, options):
     layout = ContextLayout([4, 0, 1], group=group)  # a graph has the scores of every two chunks
     # The fake of the flash kernel of torch 2.11 gives fp32 for the log-sum-exps of fp64
@@ -225,7 +226,7 @@ def test_compiles_whole(group, context, options):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_recomputed_by_a_checkpoint(group, context):
     layout = ContextLayout([9, 0, 5], group=group)
     inputs = [layout.shard(t).requires_grad_() for t in drawn(14, (4, 4), 8, torch.float64)[:3]]

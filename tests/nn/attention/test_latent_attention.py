@@ -23,12 +23,13 @@ from tests.helpers.latent_cases import (
     assert_near,
     dense,
     known,
+    layer_step,
     make,
-    on_ranks,
     reference,
     whole,
 )
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gathered, local_grads
 
 EVERY = [
@@ -110,7 +111,7 @@ def test_output_and_all_gradients_are_those_of_transformers(name, sp, monkeypatc
     want = {"y": y.detach(), "dx": leaf.grad} | {name: p.grad for name, p in module.named_parameters()}
     for p in (1, 2, 3, 4):
         how = "tokens" if sp else "batch"
-        assert_near(whole(ranks.run(on_ranks, p, options, state, x, g, [n] * batch, how, sp), sp), want)
+        assert_near(whole(ranks.run(layer_step, p, options, state, x, g, [n] * batch, how, sp), sp), want)
 
 
 # Initial weights, and state of any number of ranks
@@ -221,7 +222,7 @@ def _checkpoint(module):
 
 @BOTH
 @pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
-@ranks.on_all(2, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
 def test_compiled_and_recomputed_as_eager(group, wrap, sp):
     torch._dynamo.reset()
     module = make(CASE, group, sequence_parallel=sp, dropout=0.3)
@@ -236,7 +237,7 @@ def test_compiled_and_recomputed_as_eager(group, wrap, sp):
 
 
 @BOTH
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_autocast_gives_the_low_precision(group, sp):
     module = make(CASE, group, dtype=torch.float32, sequence_parallel=sp)
     x = torch.randn(10, HIDDEN)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import tp_ext
-from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ParallelMoE, RouterConfig
 from tp_ext.parallel import average_gradients, pipeline_stages
 
@@ -58,7 +58,7 @@ class Long(nn.Module):
 
 
 @pytest.mark.parametrize("router", [CONFIG, SEQUENCE], ids=["batch", "sequence"])
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_context_and_expert_parallelism(group, router):
     """The losses of routers and all gradients, over cp x ep = 2 x 2; 9 tokens a sequence, so 5 and 4 on the ranks."""
     mesh = mesh_of(2, 2, 1, names=("cp", "ep", "tp"))
@@ -112,7 +112,7 @@ def square(output, target):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@ranks.on_all(4, timeout=120)
+@on_ranks(4, backend="gloo", timeout=120)
 def test_stages_attach_the_losses_of_their_routers(group, schedule):
     mesh = mesh_of(2, 2, names=("pp", "ep"))
     pp, ep = mesh["pp"], mesh["ep"]
@@ -132,7 +132,7 @@ def test_stages_attach_the_losses_of_their_routers(group, schedule):
 # States
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_a_state_that_rank_0_has_alone(group):
     mesh = mesh_of(1, 2, 2, names=("dp", "ep", "tp"))
     one, net = experts(1, None), experts(1, mesh, mesh["tp"])

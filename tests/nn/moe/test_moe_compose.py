@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of
 from tp_ext import ParallelMoE, RouterConfig, _ops
 
@@ -89,7 +90,7 @@ def test_every_gradient_is_that_of_a_plain_call(call, attach):
         torch.testing.assert_close(explicit[name], attached[name], rtol=1e-13, atol=1e-14)
 
 
-@ranks.on_all(4)
+@on_ranks(4, backend="gloo")
 def test_pickle(group):
     layer, _ = made((1, 2, 2))
     again = pickle.loads(pickle.dumps(layer))

@@ -11,6 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.shm.backends import both_backends, group_of
 from tp_ext import ParallelMoE, RouterConfig, _ops
 from tp_ext.group import parallel_group
@@ -49,7 +50,7 @@ def _derivatives(call, name, sizes, tensors):
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("p", [2, 3])
-@ranks.on_all()
+@on_ranks(backend="gloo")
 def test_operator_is_exchange_and_linear(group, traced):
     """Uneven numbers of rows, a rank without rows; derivatives of first and second order."""
     name, sizes, tensors = _operands(group)
@@ -67,7 +68,7 @@ def test_operator_is_exchange_and_linear(group, traced):
     )
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_operator_under_compile_autocast_and_main_grad(group):
     name, sizes, tensors = _operands(group)
     torch._dynamo.reset()

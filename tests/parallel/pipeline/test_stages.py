@@ -12,6 +12,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import GPT, RichBlock
+from tests.helpers.on_ranks import on_ranks
 from tp_ext.parallel import pipeline_stages
 
 VOCAB, BATCH, SEQ, MICROBATCHES, STEPS = 13, 8, 5, 4, 2
@@ -227,7 +228,7 @@ def _into_main_grad(param):
     param.grad = None
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_tied_gradients_of_several_steps(group):
     """Gradients of several steps add up, in main_grad, too."""
     one, ids, target = model(tied=True), *batch(0)
@@ -247,7 +248,7 @@ def _fill(stage):
         nn.init.constant_(param, 2.0 if name == "head.weight" else 1.0)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_meta(group):
     """Stages on meta get memory, and their values from a full state; their tied weights are equal before."""
     mesh = mesh_of(2, 1, 1, 1)

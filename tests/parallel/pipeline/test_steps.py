@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext.parallel import PipelineShapeWarning, pipeline_stages
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
@@ -57,7 +58,7 @@ def same_gradients(schedule, one):
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_first_stage_without_gradients(group, name):
     schedule, one = pipeline_stages(frozen(), group, schedule=name, microbatches=4, loss=mse), frozen()
     schedule.step(X, target=X + 1)
@@ -70,7 +71,7 @@ def stage_param(schedule, name):
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_evaluation_between_steps_under_fsdp(group, name):
     """Gradients of two steps add up with evaluations between them, which use the weights of their time."""
     mesh = tp_ext.init_mesh("cpu", pp=1, dp=2)
@@ -101,7 +102,7 @@ def _into_main_grad(param):
     param.grad = None
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_tied_weights(group):
     """Hooks and main_grad that the weight has before; a gradient that no stage adds to stays as it was."""
     one, made = Tied(), Tied()
@@ -126,7 +127,7 @@ def test_tied_weights(group):
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-@ranks.on_all(1)
+@on_ranks(1, backend="gloo")
 def test_a_step_after_an_error(group, name):
     """A loss that raises once leaves the gradients of tied weights and nothing else behind."""
     calls = []
@@ -162,7 +163,7 @@ def test_a_step_after_an_error(group, name):
             torch.testing.assert_close(param.grad, want, msg=name, **CLOSE)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_evaluation_without_target(group):
     schedule = pipeline_stages(linears(), group, microbatches=2, loss=mse)
     for train in (False, True):
@@ -176,7 +177,7 @@ def test_evaluation_without_target(group):
     torch.testing.assert_close(schedule.loss, mse(linears()(X), X).detach(), **CLOSE)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_grad_accumulation_fusion(group):
     """main_grad of layers that add to it themselves, set after the stages are made; no second forward for shapes."""
     torch.manual_seed(0)
@@ -205,7 +206,7 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_a_parameter_that_fsdp_ignores(group):
     """A parameter that FSDP2 ignores keeps its dtype, and so gives the stage's output its own."""
     mesh = tp_ext.init_mesh("cpu", pp=2, dp=1)
@@ -236,7 +237,7 @@ def _fill(stage):
         nn.init.constant_(tensor, 3.0)
 
 
-@ranks.on_all(2)
+@on_ranks(2, backend="gloo")
 def test_buffers_of_a_model_on_meta(group):
     """Buffers that are not on meta keep their values; those on meta that would get none are refused."""
     tp_ext.manual_seed(0)
