@@ -1,4 +1,4 @@
-# make demo | test | smoke | lint | docs | bench | gpu-check | gpu-tune | cuda-check | wheels: each sets up what it
+# make demo | check | test | smoke | lint | docs | bench | gpu-check | gpu-tune | cuda-check | wheels: each sets up what it
 # needs, once, in $(VENV) and next to the sources.
 #
 #   PYTHON=python3.13              the interpreter to make the environment from
@@ -44,11 +44,12 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-3d test test-changed test-all smoke lint docs bench gpu-check gpu-tune cuda-check wheels wheels-check build clean FORCE
+.PHONY: help demo demo-3d check test test-changed test-all smoke lint docs bench gpu-check gpu-tune cuda-check wheels wheels-check build clean FORCE
 
 help:
 	@echo 'make demo    trains a small GPT with tensor parallelism on this machine'
 	@echo 'make demo-3d  trains it on three meshes of 8 ranks, all axes, and on one rank'
+	@echo 'make check   lint, and the core tests of simulated ranks: three minutes'
 	@echo 'make test    runs the tests (PYTEST_ARGS="-k linear" for some of them)'
 	@echo 'make test-changed  runs, for a minute, those that the changes since $(BASE) reach, nearest first'
 	@echo 'make test-all  runs them in all cases, where make test thins large grids'
@@ -74,6 +75,9 @@ demo-3d: $(BUILT) $(STAMPS)/demo
 # A worker takes a file at a time: its tests share what they compile and the ranks that they start. More threads and
 # processes than cores: those that wait must not spin. Many processes import the same modules: let them share bytecode.
 PYTEST := OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(strip $(WORKERS)) --dist loadfile --no-loadscope-reorder
+
+check: $(BUILT) $(STAMPS)/test lint
+	$(PYTEST) -m 'core and simulated' $(PYTEST_ARGS)
 
 test: $(BUILT) $(STAMPS)/test
 	$(PYTEST) $(PYTEST_ARGS)

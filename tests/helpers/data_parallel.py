@@ -2,8 +2,6 @@
 of which each data-parallel rank holds its share, and the same training in one process.
 """
 
-import functools
-
 import torch
 from gpt import GPT, GPTConfig
 from torch import nn
@@ -13,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers.dtypes import default_dtype
+from tests.helpers.meshes import once_per_rank
 from tests.helpers.models import RichModel
 
 VOCAB, BATCH, SEQ = 31, 2, 5  # of one microbatch of one data-parallel rank
 
 
-@functools.cache
+@once_per_rank
 def mesh(dp, tp):
     """One for the life of the ranks."""
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))

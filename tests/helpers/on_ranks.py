@@ -49,7 +49,9 @@ def on_ranks(*p: int, backend: str = "simulated", timeout: float = 180) -> Calla
         elif not takes_p:
             parameters.insert(0, inspect.Parameter("p", inspect.Parameter.POSITIONAL_OR_KEYWORD))
         test.__signature__ = inspect.Signature(parameters)  # pytest reads the arguments from it
-        return pytest.mark.parametrize("p", p)(test) if len(p) > 1 else test
+        if len(p) > 1:
+            test = pytest.mark.parametrize("p", p)(test)
+        return pytest.mark.simulated(test) if backend == "simulated" else test
 
     return decorate
 
