@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tp_ext
-from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_gradients import same_gradients
 from tp_ext.nn.forms import Form
 
@@ -144,7 +144,10 @@ def _compare(dense, sharded, x, call, local, gather):
     same_gradients(peer, sharded, **close)
 
 
-def _layer(group, name, sequence_parallel):
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
+def test_a_new_form_in_layers(group, name, sequence_parallel):
     torch.manual_seed(0)
     dense = MODELS[name](None)
     with torch.no_grad():
@@ -172,19 +175,10 @@ def _layer(group, name, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_new_form_in_layers(name, sequence_parallel):
-    simulated.run(_layer, 2, name, sequence_parallel)
-
-
-def _automatic(group, sequence_parallel):
+@on_ranks(2)
+def test_a_new_form_in_models_of_auto(group, sequence_parallel):
     torch.manual_seed(0)
     dense, ids = Network(), torch.randint(11, (2, 6))
     plan = tp_ext.auto.plan(dense, {"ids": ids}, group.size(), sequence_parallel=sequence_parallel)
     sharded = tp_ext.auto.apply(plan, copy.deepcopy(dense), group)
     _compare(dense, sharded, ids, lambda model, x: model(x), lambda t: t, lambda y: y)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-def test_a_new_form_in_models_of_auto(sequence_parallel):
-    simulated.run(_automatic, 2, sequence_parallel)

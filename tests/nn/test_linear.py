@@ -163,7 +163,7 @@ def test_fp32(p, case):
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_any_strides_of_input_and_gradient(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group).detach()
@@ -184,7 +184,11 @@ def test_any_strides_of_input_and_gradient(group, kind, sp):
 # One rank, and to and from nn.Linear
 
 
-def _alone(group, dense, x):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_one_rank_is_nn_linear_bit_for_bit(group, dtype):
+    dense = small_linear(dtype)
+    x = torch.randn(3, 2, 6, dtype=dtype)
     x.requires_grad_()
     want = results(dense, x)
     for g in (group, None):
@@ -200,11 +204,6 @@ def _alone(group, dense, x):
                 exact = not layer.skip_bias_add  # else bias is added after rounding
                 for a, b in zip(got, want, strict=True):
                     assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_one_rank_is_nn_linear_bit_for_bit(dtype):
-    ranks.run(_alone, 1, small_linear(dtype), torch.randn(3, 2, 6, dtype=dtype))
 
 
 def _round_trip(group, dense, kind, options):

@@ -164,7 +164,7 @@ def test_compiled_autograd(group, kind, sp):
 
 
 @BOTH
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_activation_checkpointing(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
@@ -204,7 +204,7 @@ def test_autocast(kind, sp):
 
 
 @BOTH
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_copied_pickled_and_moved_layers_know_their_shardings(group, kind, sp):
     layer = small_layer(group, kind, sp, torch.float32)
     x = small_input(layer, group, torch.float32)
@@ -226,7 +226,7 @@ def test_copied_pickled_and_moved_layers_know_their_shardings(group, kind, sp):
 
 
 @BOTH
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_functional_call(group, kind, sp):
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
@@ -243,18 +243,15 @@ def test_functional_call(group, kind, sp):
 # Copies
 
 
-def _clones(group, kind, sp):
-    """Copies that a linear makes itself, not torch inside its GEMMs or a backend of its own accord."""
+@BOTH
+@on_ranks(2, backend="gloo")
+def test_nothing_is_copied(group, kind, sp):
+    """The data that a rank sends are contiguous already, and its own to overwrite."""
+    # Copies that a linear makes itself, not torch inside its GEMMs or a backend of its own accord.
     layer = small_layer(group, kind, sp)
     x = small_input(layer, group)
     with torch.profiler.profile() as profile:
         y = layer(x)
         torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
     parents = ((event.name, event.cpu_parent) for event in profile.events())
-    return [name for name, parent in parents if name == "aten::clone" and parent and "inear" in parent.name]
-
-
-@BOTH
-def test_nothing_is_copied(kind, sp):
-    """The data that a rank sends are contiguous already, and its own to overwrite."""
-    assert ranks.run(_clones, 2, kind, sp) == [[], []]
+    assert [name for name, parent in parents if name == "aten::clone" and parent and "inear" in parent.name] == []

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.vocabulary import close, dense, widths
 from tp_ext.debug import count_collectives
 from tp_ext.sharding import split_sizes
@@ -251,8 +252,9 @@ def test_peak_memory_is_a_twentieth_of_the_logits(p, dtype, reduction):
     assert max(ranks.run(_peak, p, dtype, reduction)) <= 0.05
 
 
-def _refusals(group, operands):
-    (x, weight), (_, target) = operands
+@on_ranks(2)
+def test_bad_arguments_are_refused_before_any_collective(group):
+    (x, weight), (_, target) = make(12)
     own = local_rows(weight, group, None)
 
     def refused(error, match, *args, **options):
@@ -272,7 +274,3 @@ def _refusals(group, operands):
     refused(ValueError, r"total_tokens: -1 must be an integer", x, own, target, total_tokens=-1)
     refused(ValueError, r"bias: shape \[1\] must be the 6", x, own, target, bias=own[:1, 0])
     refused(IndexError, r"target: 12 must be in \[0, vocab_size\)", x, own, target.clamp(min=12))
-
-
-def test_bad_arguments_are_refused_before_any_collective():
-    ranks.run(_refusals, 2, make(12))

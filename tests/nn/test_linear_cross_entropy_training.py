@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.vocabulary import close, dense
 from tests.nn.test_linear_cross_entropy import HIDDEN, assert_dense, local_rows, make
 from tests.parallel.pipeline.test_stages import KEYWORDS, TOKENS, VOCAB, batch, staged
@@ -73,20 +74,19 @@ def batches(n=2):
     return torch.randn(VOCAB, HIDDEN, dtype=torch.float64), ids, target
 
 
-def _tied(group, weight, ids, target, wrap, pad):
+@pytest.mark.parametrize(("wrap", "pad"), [(_plain, None), (_plain, 4), (_reentrant, None)])
+@on_ranks(1, 2)
+def test_a_tied_weight_gets_the_gradients_of_both_uses(group, wrap, pad):
+    weight, ids, target = batches()
     model = made(group, weight, wrap, pad)
     loss = model(ids[0], target[0])
     loss.backward()
     assert_trained(model, group, weight, loss, ids[0], target[0])
 
 
-@pytest.mark.parametrize(("wrap", "pad"), [(_plain, None), (_plain, 4), (_reentrant, None)])
-@pytest.mark.parametrize("p", [1, 2])
-def test_a_tied_weight_gets_the_gradients_of_both_uses(p, wrap, pad):
-    ranks.run(_tied, p, *batches(), wrap, pad)
-
-
-def _compiled(group, weight, ids, target):
+@on_ranks(2, backend="gloo")
+def test_a_compiled_model_with_its_loss(group):
+    weight, ids, target = batches()
     torch._dynamo.reset()
     model = made(group, weight)
     loss = torch.compile(model, fullgraph=True, backend="aot_eager")(ids[0], target[0])
@@ -94,12 +94,10 @@ def _compiled(group, weight, ids, target):
     assert_trained(model, group, weight, loss, ids[0], target[0])
 
 
-def test_a_compiled_model_with_its_loss():
-    ranks.run(_compiled, 2, *batches())
-
-
-def _data_parallel(group, weight, ids, target):
+@on_ranks(4)
+def test_under_ddp(group):
     """DDP over dp, TP over tp, of other tokens on each rank of dp; equally many of them count."""
+    weight, ids, target = batches()
     mesh = mesh_of(1, 2, 1, 2)
     tp, mine = mesh["tp"].get_group(), mesh["dp"].get_local_rank()
     model = made(tp, weight)
@@ -111,19 +109,13 @@ def _data_parallel(group, weight, ids, target):
     assert_trained(model, tp, weight, loss, ids, target)
 
 
-def test_under_ddp():
-    ranks.run(_data_parallel, 4, *batches())
-
-
-@pytest.mark.parametrize("p", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("shape", [(), (1,), (3,)], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_one_token_and_no_valid_token(p, shape, reduction):
+def test_one_token_and_no_valid_token(group, shape, reduction):
     """A target without dims has one token; of three here none counts."""
-    ranks.run(_few, p, torch.randn(*shape, HIDDEN), torch.randn(VOCAB, HIDDEN), shape, reduction)
-
-
-def _few(group, x, weight, shape, reduction):
+    x = torch.randn(*shape, HIDDEN)
+    weight = torch.randn(VOCAB, HIDDEN)
     head = tp_ext.VocabParallelLMHead(HIDDEN, VOCAB, group=group)
     tp_ext.load_full_state_dict(head, {"weight": weight}, group=group)
     target = torch.full(shape, -100 if shape == (3,) else 2)
@@ -165,7 +157,11 @@ class HeadInTheLoss(nn.Module):
         return self.last.head.loss(x, target.flatten(), target.numel(), reduction=reduction, chunk_tokens=4)
 
 
-def _in_a_pipeline(group, schedule):
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@on_ranks(4)
+def test_as_the_loss_of_a_pipeline(group, schedule):
+    """Under 1F1B, and under a schedule that splits the backward; with TP and SP."""
+    assert TOKENS % 4 == 2  # chunks of unequal length
     mesh = mesh_of(2, 1, 1, 2)
     one, model = HeadInTheLoss(), HeadInTheLoss(mesh["tp"], sp=True)
     steps = staged(model, mesh, schedule, loss=model.loss)
@@ -184,36 +180,10 @@ def _in_a_pipeline(group, schedule):
             torch.testing.assert_close(param.grad, grad, msg=name, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_as_the_loss_of_a_pipeline(schedule):
-    """Under 1F1B, and under a schedule that splits the backward; with TP and SP."""
-    assert TOKENS % 4 == 2  # chunks of unequal length
-    ranks.run(_in_a_pipeline, 4, schedule)
-
-
 # Compiled, recomputed, in other dtypes, with main_grad, in the head
 
 
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.1, "chunk_tokens": 4}
-
-
-def _wrapped(group, operands, wrap, options):
-    torch._dynamo.reset()
-    (x, weight), (bias, target) = operands
-    x = x.tensor_split(group.size())[group.rank()] if options.get("sequence_parallel") else x
-
-    def fn(x, w, b):
-        o = {"vocab_size": len(weight), "total_tokens": len(target), **OPTIONS, **options}
-        result = tp_ext.linear_cross_entropy(x.sin(), w, target, group, bias=b, **o)
-        return sum(one.sum() for one in result) if options.get("return_entropy") else result.sum() * 2
-
-    results = []
-    for f in (fn, wrap(fn)):
-        leaves = [x.clone(), local_rows(weight, group, None), local_rows(bias, group, None)]
-        loss = f(*(leaf.requires_grad_() for leaf in leaves))
-        results.append((loss, *torch.autograd.grad(loss, leaves)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def _compile(fn):
@@ -234,9 +204,24 @@ CASES = [{}, {"reduction": "none", "return_entropy": True}, {"sequence_parallel"
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("options", CASES, ids=["mean", "tokens", "sp"])
 @pytest.mark.parametrize("wrap", [_compile, _dynamic, _checkpoint])
-@pytest.mark.parametrize("p", [1, 2])
-def test_compiled_and_recomputed_as_eager(p, wrap, options):
-    ranks.run(_wrapped, p, make(13), wrap, options, timeout=200)
+@on_ranks(1, 2, backend="gloo", timeout=200)
+def test_compiled_and_recomputed_as_eager(group, wrap, options):
+    torch._dynamo.reset()
+    (x, weight), (bias, target) = make(13)
+    x = x.tensor_split(group.size())[group.rank()] if options.get("sequence_parallel") else x
+
+    def fn(x, w, b):
+        o = {"vocab_size": len(weight), "total_tokens": len(target), **OPTIONS, **options}
+        result = tp_ext.linear_cross_entropy(x.sin(), w, target, group, bias=b, **o)
+        return sum(one.sum() for one in result) if options.get("return_entropy") else result.sum() * 2
+
+    results = []
+    for f in (fn, wrap(fn)):
+        leaves = [x.clone(), local_rows(weight, group, None), local_rows(bias, group, None)]
+        loss = f(*(leaf.requires_grad_() for leaf in leaves))
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -262,8 +247,10 @@ def test_small_probabilities_survive_fp16():
     torch.testing.assert_close(grad.float(), torch.full_like(grad.float(), 65536 / 30000), rtol=1e-2, atol=0)
 
 
-def _autocast(group, operands, reduction):
-    (x, weight), (_, target) = operands
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@on_ranks(2)
+def test_autocast(group, reduction):
+    (x, weight), (_, target) = make(12)
     x, w = x.float().requires_grad_(), local_rows(weight, group, None).float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         loss = tp_ext.linear_cross_entropy(x, w, target, group, reduction=reduction)
@@ -276,11 +263,6 @@ def _autocast(group, operands, reduction):
     for a, b in zip(*grads, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_autocast(reduction):
-    ranks.run(_autocast, 2, make(12), reduction)
 
 
 def _accumulated(group, operands, reduction, dtype):
@@ -304,9 +286,11 @@ def test_main_grad_gets_the_gradient_of_the_weight(reduction):
         torch.testing.assert_close(plain, fused, rtol=1e-12, atol=1e-12)
 
 
-def _head(group, operands, options):
+@pytest.mark.parametrize("options", [{"pad_to_multiple_of": 4}, {"sequence_parallel": True}], ids=["padded", "sp"])
+@on_ranks(2)
+def test_loss_of_a_head_without_and_with_the_logits(group, options):
     """head.loss without and with the logits."""
-    (x, weight), (_, target) = operands
+    (x, weight), (_, target) = make(13)
     head = tp_ext.VocabParallelLMHead(HIDDEN, len(weight), bias=True, group=group, dtype=x.dtype, **options)
     own = x.flatten(0, 1).tensor_split(group.size())[group.rank()] if head.sequence_parallel else x.flatten(0, 1)
     results = []
@@ -318,13 +302,9 @@ def _head(group, operands, options):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"pad_to_multiple_of": 4}, {"sequence_parallel": True}], ids=["padded", "sp"])
-def test_loss_of_a_head_without_and_with_the_logits(options):
-    ranks.run(_head, 2, make(13), options)
-
-
-def _sharded_by_fsdp(group, operands):
-    (x, weight), (_, target) = operands
+@on_ranks(2)
+def test_the_loss_of_a_head_that_fsdp2_shards(group):
+    (x, weight), (_, target) = make(13)
     grads = []
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -334,10 +314,6 @@ def _sharded_by_fsdp(group, operands):
         head.loss(x, target).backward()  # the same tokens on both ranks: the mean of the gradients is each one's
         grads.append(head.weight.grad.full_tensor() if sharded else head.weight.grad)
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
-
-
-def test_the_loss_of_a_head_that_fsdp2_shards():
-    ranks.run(_sharded_by_fsdp, 2, make(13))
 
 
 def _second_derivative(group, operands, reduction):

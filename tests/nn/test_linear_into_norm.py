@@ -10,6 +10,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of
 from tests.shm.backends import group_of, launch, results, start, timed_error
 from tp_ext import _ops, low_precision
@@ -32,7 +33,16 @@ def _operands(shape, dtype, weight_dtype, rank):
     return x, torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=weight_dtype)
 
 
-def _bits(world, backend, dtype, weight_dtype):
+@pytest.mark.thinned
+@on_ranks(1, 2, 3, 4, backend="gloo")
+@pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,) * 2, (torch.float64,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32)],
+    ids=str,
+)
+def test_bits_of_the_two_operators(world, backend, dtypes):
+    dtype, weight_dtype = dtypes
     group = group_name(group_of(backend))
     for shape in SHAPES:
         x, residual, weight = _operands(shape, dtype, weight_dtype, world.rank())
@@ -44,19 +54,9 @@ def _bits(world, backend, dtype, weight_dtype):
             assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
-@pytest.mark.parametrize(
-    "dtypes",
-    [(torch.float32,) * 2, (torch.float64,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32)],
-    ids=str,
-)
-def test_bits_of_the_two_operators(backend, dtypes, p):
-    ranks.run(_bits, p, backend, *dtypes)
-
-
-def _recorded(world, needs):
+@pytest.mark.parametrize("needs", ["xrw", "x", "r", "w"])
+@on_ranks(2)
+def test_gradients_of_the_two_operators(world, needs):
     group = group_name(world)
     values_and_gradients = []
     for function in (_composed, lambda *args: _ops.all_reduce_rms_norm(*args[:3], EPS, args[3])):
@@ -73,12 +73,8 @@ def _recorded(world, needs):
         assert (got is None) == (want is None) and (got is None or torch.equal(got, want))
 
 
-@pytest.mark.parametrize("needs", ["xrw", "x", "r", "w"])
-def test_gradients_of_the_two_operators(needs):
-    ranks.run(_recorded, 2, needs)
-
-
-def _compositions(world):
+@on_ranks(2, backend="gloo")
+def test_modes_compile_and_autocast(world):
     group = group_name(world)
     x, residual, weight = _operands((3, 8), torch.float32, torch.float32, world.rank())
 
@@ -98,11 +94,8 @@ def _compositions(world):
         assert all(map(torch.equal, (y, total), _composed(x.bfloat16(), residual, weight, group)))
 
 
-def test_modes_compile_and_autocast():
-    ranks.run(_compositions, 2)
-
-
-def _watched_on_one_rank(world):
+@on_ranks(3, backend="gloo")
+def test_ranks_may_differ_in_what_watches_them(world):
     """Under a profiler the operator calls c10d; to the other rank that is the same call."""
     group = group_name(group_of("tp_shm"))
     x, residual, weight = _operands((3, 8), torch.float32, torch.float32, world.rank())
@@ -110,10 +103,6 @@ def _watched_on_one_rank(world):
     with tp_ext.debug.count_collectives() if world.rank() else contextlib.nullcontext():
         got = _ops.all_reduce_rms_norm(x, residual, weight, EPS, group)
     assert all(map(torch.equal, got, want))
-
-
-def test_ranks_may_differ_in_what_watches_them():
-    ranks.run(_watched_on_one_rank, 3)
 
 
 def _late(rank, p, folder):
@@ -135,7 +124,8 @@ def test_a_rank_that_does_not_come_is_an_error():
     assert all(results(launch(_late, 2)))
 
 
-def _refused(world):
+@on_ranks(2)
+def test_bad_input_before_the_collective(world):
     group = group_name(world)
     x, residual, weight = _operands((3, 8), torch.float32, torch.float32, 0)
     bad = [
@@ -148,10 +138,6 @@ def _refused(world):
         with tp_ext.debug.count_collectives() as counts, pytest.raises(kind, match=message):
             _ops.all_reduce_rms_norm(*args, EPS, group)
         assert not counts.number
-
-
-def test_bad_input_before_the_collective():
-    ranks.run(_refused, 2)
 
 
 # The layers
@@ -254,21 +240,20 @@ def test_rank_counts(backend, p):
     ranks.run(_as_composed, p, "mlp", "rms", PLAIN, backend)
 
 
-def _sent(world):
+@on_ranks(2, backend="gloo")
+def test_decoding_calls_the_one_operator(world):
     mlp, norm = _layer("mlp", world, bias=False), _norm("rms", world)
     x = torch.randn(2, HIDDEN)
     with torch.no_grad(), tp_ext.debug.count_collectives() as counts:
         mlp(x, residual=x, norm=norm)
     with torch.no_grad(), torch.profiler.profile() as profile:
         mlp(x, residual=x, norm=norm)
-    return counts.number, "tp_ext::all_reduce_rms_norm" in {event.key for event in profile.key_averages()}
+    assert counts.number == 1
+    assert "tp_ext::all_reduce_rms_norm" in {event.key for event in profile.key_averages()}
 
 
-def test_decoding_calls_the_one_operator():
-    assert ranks.run(_sent, 2) == [(1, True)] * 2
-
-
-def _wrong(world):
+@on_ranks(2)
+def test_bad_arguments(world):
     row, norm = _layer("row", world, bias=False), _norm("rms", world)
     x = torch.randn(2, HIDDEN)
     with pytest.raises(ValueError, match="norm: None must be given with residual"):
@@ -283,7 +268,3 @@ def _wrong(world):
     with pytest.raises(ValueError, match="skip_bias_add"):
         skipping(x, residual=x, norm=norm)
     dist.barrier()
-
-
-def test_bad_arguments():
-    ranks.run(_wrong, 2)

@@ -29,7 +29,11 @@ def _microbatches(layer, group, xs, grads):
     return layer.weight
 
 
-def _linear(group, kind, sp, dtype):
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_two_microbatches_add_up(group, kind, sp):
+    dtype = torch.float64
     torch.manual_seed(1)
     plain = kind(7, 10, group=group, sequence_parallel=sp, dtype=dtype)
     fused = kind(7, 10, group=group, sequence_parallel=sp, dtype=dtype, **FUSED)
@@ -43,31 +47,20 @@ def _linear(group, kind, sp, dtype):
     weight = _microbatches(fused, group, xs, grads)
     assert weight.grad is None and torch.equal(fused.bias.grad, plain.bias.grad)
     assert weight.main_grad.dtype == wide
-    return weight.main_grad - start, plain_grad
+    added = weight.main_grad - start
+    torch.testing.assert_close(added, plain_grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_two_microbatches_add_up(kind, sp, p):
-    for added, grad in ranks.run(_linear, p, kind, sp, torch.float64):
-        torch.testing.assert_close(added, grad, rtol=1e-12, atol=1e-12)
-
-
-def _rounded_once(group):
+@on_ranks(1, 2)
+def test_half_precision_adds_up_in_fp32(group):
+    """257 ones are 256 in bf16: only a sum in fp32, from GEMM to main_grad, gives 514."""
     layer = ColumnParallelLinear(5, 4, False, group=group, dtype=torch.bfloat16, **FUSED)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     x, dy = torch.full((257, 5), 1.0, dtype=torch.bfloat16), torch.full((257, 4), 1.0, dtype=torch.bfloat16)
     for _ in range(2):
         layer(x).backward(oracle.own_output(dy, layer, group))
-    return layer.weight.main_grad
-
-
-@pytest.mark.parametrize("p", [1, 2])
-def test_half_precision_adds_up_in_fp32(p):
-    """257 ones are 256 in bf16: only a sum in fp32, from GEMM to main_grad, gives 514."""
-    for main_grad in ranks.run(_rounded_once, p):
-        assert torch.equal(main_grad, torch.full_like(main_grad, 514.0))
+    main_grad = layer.weight.main_grad
+    assert torch.equal(main_grad, torch.full_like(main_grad, 514.0))
 
 
 MODULES = {
@@ -108,7 +101,7 @@ def test_blocks_pass_it_on(name, sp, p):
 
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_a_weight_of_the_callers(group, kind):
     layer = kind(6, 8, group=group, dtype=torch.float64, device="meta")
     weight = nn.Parameter(torch.randn(layer.weight.shape, dtype=torch.float64))
@@ -128,7 +121,7 @@ def test_a_weight_of_the_callers(group, kind):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_backward_twice_in_part_and_frozen(group):
     layer = ColumnParallelLinear(3, 4, group=group, dtype=torch.float64, **FUSED)
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
@@ -151,7 +144,7 @@ def test_backward_twice_in_part_and_frozen(group):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_autocast(group):
     layer = ColumnParallelLinear(8, 4, group=group, **FUSED)
     layer.weight.main_grad = torch.zeros_like(layer.weight)

@@ -7,6 +7,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of, own_input, own_output, own_tokens, partial_slice
 from tp_ext import ColumnParallelLinear, RowParallelLinear
 
@@ -61,7 +62,12 @@ def _sent(run):
     return sum(event.name.startswith("gloo:") for event in profile.events())
 
 
-def _in_chunks(group, kind, sp, leading):
+@pytest.mark.thinned
+@pytest.mark.parametrize("leading", [(), (2,)], ids=["2d", "3d"])
+@on_ranks(1, 2, 3, 4)
+@BOTH
+def test_the_same_in_chunks(group, kind, sp, leading):
+    """y and all gradients; with a weight, a bias or an input that is not trained; uneven tokens and features."""
     whole, found = _layer(group, kind, sp), []
     x, dy = _data(whole, group, leading)
     want = _step(whole, x, dy)
@@ -76,37 +82,12 @@ def _in_chunks(group, kind, sp, leading):
         layer.zero_grad()
         layer(x.detach(), TOKENS).backward(dy)
         found.append(torch.equal(layer.weight.grad, whole.weight.grad))
-    return found
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("leading", [(), (2,)], ids=["2d", "3d"])
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@BOTH
-def test_the_same_in_chunks(kind, sp, p, leading):
-    """y and all gradients; with a weight, a bias or an input that is not trained; uneven tokens and features."""
-    for equal in ranks.run(_in_chunks, p, kind, sp, leading):
-        assert equal == [True] * 12
-
-
-def _counts(group, kind, sp):
-    layer = _layer(group, kind, sp, overlap_chunks=4)
-    x, dy = _data(layer, group)
-    forward = _sent(lambda: layer(x, TOKENS))
-    both = _sent(lambda: _step(layer, x, dy))
-    few = own_tokens(torch.ones(127, IN, dtype=x.dtype), group) if sp else torch.ones(127, IN, dtype=x.dtype)
-    if kind is RowParallelLinear:
-        few = torch.ones(127, x.shape[-1], dtype=x.dtype)
-    return [
-        forward,
-        both - forward,
-        _sent(lambda: layer(few, 127)),
-        sum(count_collectives_of(lambda: _step(layer, x, dy)).values()),
-    ]
+    assert found == [True] * 12
 
 
 @BOTH
-def test_collectives(kind, sp):
+@on_ranks(2, backend="gloo")
+def test_collectives(group, kind, sp):
     """In 4 chunks: forward, backward; in one chunk: 127 tokens, and under a dispatch mode. Backward of the
     column has a GEMM for each collective as it is."""
     want = {
@@ -115,10 +96,26 @@ def test_collectives(kind, sp):
         (RowParallelLinear, False): [4, 0, 1, 1],
         (RowParallelLinear, True): [4, 4 + 1, 1, 3],
     }
-    assert ranks.run(_counts, 2, kind, sp) == [want[kind, sp]] * 2
+    layer = _layer(group, kind, sp, overlap_chunks=4)
+    x, dy = _data(layer, group)
+    forward = _sent(lambda: layer(x, TOKENS))
+    both = _sent(lambda: _step(layer, x, dy))
+    few = own_tokens(torch.ones(127, IN, dtype=x.dtype), group) if sp else torch.ones(127, IN, dtype=x.dtype)
+    if kind is RowParallelLinear:
+        few = torch.ones(127, x.shape[-1], dtype=x.dtype)
+    assert [
+        forward,
+        both - forward,
+        _sent(lambda: layer(few, 127)),
+        sum(count_collectives_of(lambda: _step(layer, x, dy)).values()),
+    ] == want[kind, sp]
 
 
-def _other_uses(group, kind, sp):
+@BOTH
+@on_ranks(2)
+def test_autocast_inference_and_main_grad(group, kind, sp):
+    """Sums of 6 products of numbers to 3, 54 at most, are exact in bf16; gradients of the weight are one GEMM in any
+    case."""
     results = []
     for chunks in (1, 3):
         layer = _layer(group, kind, sp, overlap_chunks=chunks).float()
@@ -133,17 +130,12 @@ def _other_uses(group, kind, sp):
         result += _step(layer, x, dy)
         result.append(layer.weight.main_grad)
         results.append(result)
-    return _equal(*results)
+    assert _equal(*results)
 
 
-@BOTH
-def test_autocast_inference_and_main_grad(kind, sp):
-    """Sums of 6 products of numbers to 3, 54 at most, are exact in bf16; gradients of the weight are one GEMM in any
-    case."""
-    assert all(ranks.run(_other_uses, 2, kind, sp))
-
-
-def _modules(group):
+@on_ranks(2, backend="gloo")
+def test_mlp_and_attention_have_the_option(group):
+    """2 row linears, whose backward has an all-gather in 3 chunks. Rounding of GEMMs of other shapes, in fp64."""
     options = {"group": group, "sequence_parallel": True, "dtype": torch.float64}
     results = []
     for chunks in (1, 3):
@@ -157,12 +149,7 @@ def _modules(group):
     (sent, want), (sent_in_chunks, got) = results
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    return sent_in_chunks - sent
-
-
-def test_mlp_and_attention_have_the_option():
-    """2 row linears, whose backward has an all-gather in 3 chunks. Rounding of GEMMs of other shapes, in fp64."""
-    assert ranks.run(_modules, 2) == [2 * 2] * 2
+    assert sent_in_chunks - sent == 2 * 2
 
 
 def _peak(run):

@@ -211,7 +211,7 @@ def test_merged_weights_are_the_dense_ones(case):
             torch.testing.assert_close(full, want, **close)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_merged_copies_are_the_same_bits(group):
     """The ranks' rows of k and v stand behind those of 2, 1, 2 and 1 heads of q."""
     attention = tp_ext.ParallelAttention(64, 6, head_dim=16, num_kv_heads=2, group=group)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tp_ext
-from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run, run_raises
 from tp_ext import ColumnParallelLinear, LoRALinear, Part, RowParallelLinear, auto
 from tp_ext.checkpoint.gather import gather_full, ranks_of
@@ -101,7 +101,11 @@ SUBSETS = {
 }
 
 
-def _gradients_of_some(group, names, frozen):
+@on_ranks(2, 3)
+@pytest.mark.parametrize("case", SUBSETS)
+def test_gradients_of_some_parameters_communicate_alike_on_all_ranks(group, case):
+    """In a model of tp_ext.auto: all ranks have the same graph, whatever a caller asks of it."""
+    names, frozen = SUBSETS[case]
     torch.manual_seed(0)
     x, dense = torch.randn(TOKENS, IN, dtype=torch.float64), _Gated().double()
     model = auto.apply(auto.plan(dense, (x,), group.size()), copy.deepcopy(dense), group)
@@ -124,13 +128,6 @@ def _gradients_of_some(group, names, frozen):
             [gather_full(grad, layouts[n], ranks_of(census(each))) for n, grad in zip(names, grads, strict=True)]
         )
     torch.testing.assert_close(*found, **close)
-
-
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("case", SUBSETS)
-def test_gradients_of_some_parameters_communicate_alike_on_all_ranks(case, p):
-    """In a model of tp_ext.auto: all ranks have the same graph, whatever a caller asks of it."""
-    simulated.run(_gradients_of_some, p, *SUBSETS[case])
 
 
 def _saved(group, kind, sp, adapted, dropout=0.0):

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 
 import tp_ext
-from tests.helpers.ranks import run
+from tests.helpers.on_ranks import on_ranks
 from tp_ext.low_precision import float8, quantize_
 
 
@@ -102,7 +102,8 @@ def test_conversions_are_right_or_refused(state: str, how: str) -> None:
         )
 
 
-def _wrapped(group: Any) -> None:
+@on_ranks(2)
+def test_what_changes_parameters_is_refused_in_wrappers(group: Any) -> None:
     def make() -> nn.Sequential:
         return nn.Sequential(*(tp_ext.ColumnParallelLinear(32, 32, group=None) for _ in range(2)))
 
@@ -117,7 +118,3 @@ def _wrapped(group: Any) -> None:
         fully_shard(sharded)
         with pytest.raises(ValueError, match=r"sharded by FSDP2|DTensor"):
             convert(sharded)
-
-
-def test_what_changes_parameters_is_refused_in_wrappers() -> None:
-    run(_wrapped, 2)

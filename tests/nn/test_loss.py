@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import counts_by_kind
 from tests.helpers.peak_memory import Peak
 from tests.helpers.vocabulary import assert_dense, close, columns, dense, make_rows, run_loss, widths
@@ -150,27 +151,35 @@ def test_inplace_backward_takes_no_second_copy_of_the_logits(p, dtype, reduction
     assert 1 <= min(ranks.run(_peak, p, dtype, False, reduction)) <= 1.02
 
 
-def _autocast(group, full, target, dtype):
-    local = columns(full, group.size(), group.rank(), None).to(dtype).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = vocab_parallel_cross_entropy(local, target, group, vocab_size=full.shape[-1], **OPTIONS)
-    loss.backward()
-    return loss, local.grad
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_autocast_loss_is_fp32_and_gradient_of_the_logits_dtype(dtype):
+@on_ranks(2)
+def test_autocast_loss_is_fp32_and_gradient_of_the_logits_dtype(group, dtype):
     full, target = _data(13)
     x = full.to(dtype).double()
     want = F.cross_entropy(x.flatten(0, 1), target.flatten(), label_smoothing=0.1)
     want += 0.1 * x.flatten(0, 1).logsumexp(-1).square().mean()
-    for loss, grad in ranks.run(_autocast, 2, full, target, dtype):
-        assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert grad.dtype == dtype
-        torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
+    local = columns(full, group.size(), group.rank(), None).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = vocab_parallel_cross_entropy(local, target, group, vocab_size=full.shape[-1], **OPTIONS)
+    loss.backward()
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert local.grad.dtype == dtype
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
 
 
-def _wrapped(group, full, target, wrap, options):
+def _compile(fn):
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
+
+
+def _checkpoint(fn):
+    return lambda x: checkpoint(fn, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS | {"reduction": "none"}], ids=["", "all"])
+@pytest.mark.parametrize("wrap", [_compile, _checkpoint])
+@on_ranks(1, 2, backend="gloo", timeout=120)
+def test_compiled_and_recomputed_as_eager(group, wrap, options):
+    full, target = _data(13)
     torch._dynamo.reset()
 
     def fn(x):
@@ -185,22 +194,9 @@ def _wrapped(group, full, target, wrap, options):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def _compile(fn):
-    return torch.compile(fn, fullgraph=True, backend="aot_eager")
-
-
-def _checkpoint(fn):
-    return lambda x: checkpoint(fn, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("options", [{}, OPTIONS | {"reduction": "none"}], ids=["", "all"])
-@pytest.mark.parametrize("wrap", [_compile, _checkpoint])
-@pytest.mark.parametrize("p", [1, 2])
-def test_compiled_and_recomputed_as_eager(p, wrap, options):
-    ranks.run(_wrapped, p, *_data(13), wrap, options, timeout=120)
-
-
-def _no_grad(group, full, target):
+@on_ranks(2)
+def test_no_grad_and_inference_mode(group):
+    full, target = _data(12)
     local = columns(full, group.size(), group.rank(), None)
     want = vocab_parallel_cross_entropy(local.clone().requires_grad_(), target, group)
     with torch.no_grad():
@@ -208,10 +204,6 @@ def _no_grad(group, full, target):
     with torch.inference_mode():
         inferred = vocab_parallel_cross_entropy(local, target, group)
     assert torch.equal(loss, want) and torch.equal(inferred, want) and not loss.requires_grad
-
-
-def test_no_grad_and_inference_mode():
-    ranks.run(_no_grad, 2, *_data(12))
 
 
 def _second_derivative(group, full, target):

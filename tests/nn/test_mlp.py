@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import (
     ACTIVATIONS,
     GATED,
@@ -120,8 +121,11 @@ def test_collectives(activation, sp):
 # Wrapped
 
 
-def _wrapped(group, dense, sp, how):
-    layer = make_mlp(group, dense, sp)
+@pytest.mark.parametrize("how", ["compile", "checkpoint"])
+@pytest.mark.parametrize("sp", [False, True])
+@on_ranks(2, backend="gloo", timeout=120)
+def test_compiled_and_checkpointed(group, sp, how):
+    layer = make_mlp(group, DenseMLP("swiglu", True), sp)
     x = torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True)
     want = results(layer, x)
     if how == "compile":
@@ -132,25 +136,15 @@ def _wrapped(group, dense, sp, how):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["compile", "checkpoint"])
-@pytest.mark.parametrize("sp", [False, True])
-def test_compiled_and_checkpointed(sp, how):
-    ranks.run(_wrapped, 2, DenseMLP("swiglu", True), sp, how, timeout=120)
-
-
-def _autocast(group, dense):
-    layer, x = make_mlp(group, dense), torch.randn(4, HIDDEN, requires_grad=True)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@on_ranks(2)
+def test_autocast_gives_the_dtypes_of_the_dense_block(group, activation):
+    layer, x = make_mlp(group, DenseMLP(activation, True, torch.float32)), torch.randn(4, HIDDEN, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
     y.float().sum().backward()
-    return y, x.grad, [p.grad for p in layer.parameters()]
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_autocast_gives_the_dtypes_of_the_dense_block(activation):
-    for y, dx, grads in ranks.run(_autocast, 2, DenseMLP(activation, True, torch.float32)):
-        assert y.dtype == torch.bfloat16
-        assert all(g.dtype == torch.float32 for g in (dx, *grads))
+    assert y.dtype == torch.bfloat16
+    assert all(leaf.grad.dtype == torch.float32 for leaf in (x, *layer.parameters()))
 
 
 def test_names_and_modules_that_are_no_mlp():

@@ -16,6 +16,7 @@ from tests.helpers import oracle, ranks, simulated
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import Block
+from tests.helpers.on_ranks import on_ranks
 
 VOCAB, HIDDEN, SEQ, IGNORED, WEIGHT = 13, 8, 6, -100, 0.7
 HEADS = {"num_heads": 4, "num_kv_heads": 1}
@@ -158,7 +159,13 @@ def gradients_of(modules, mesh=None, group=None):
     return dict(tp_ext.full_state_dict(state, mesh=mesh) if mesh is not None else tp_ext.full_state_dict(state))
 
 
-def _one_group(group, depth, sp, tied, packed, training):
+@pytest.mark.thinned
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(("p", "sp"), [(1, False), (2, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("depth", "tied", "training"), [(1, True, False), (2, False, True), (3, True, True)])
+@on_ranks()
+def test_losses_and_gradients_are_those_of_plain_torch(group, sp, depth, tied, training, packed):
+    """3 ranks share neither 8 features, 13 words nor 6 tokens evenly; in evaluation mode no mask is drawn."""
     with default_dtype(torch.float64):
         tp_ext.manual_seed(3)
         model = Model(depth, tied, 0.0 if training else 0.3, group=group, sequence_parallel=sp).train(training)
@@ -177,15 +184,6 @@ def _one_group(group, depth, sp, tied, packed, training):
         torch.testing.assert_close(loss.detach(), want[0], **CLOSE)
         tp_ext.debug.check(model)
         torch.testing.assert_close(gradients_of([model]), want[1], **CLOSE)
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize(("p", "sp"), [(1, False), (2, False), (2, True), (3, True)])
-@pytest.mark.parametrize(("depth", "tied", "training"), [(1, True, False), (2, False, True), (3, True, True)])
-def test_losses_and_gradients_are_those_of_plain_torch(p, sp, depth, tied, training, packed):
-    """3 ranks share neither 8 features, 13 words nor 6 tokens evenly; in evaluation mode no mask is drawn."""
-    ranks.run(_one_group, p, depth, sp, tied, packed, training)
 
 
 def count(labels):
@@ -436,11 +434,8 @@ def test_an_embedding_that_was_parametrized_by_itself_is_refused():
         model(*_batch())
 
 
-def _sharded_by_fsdp(group):
+@on_ranks(2)
+def test_fsdp_shards_them_as_one(group):
     model = fully_shard(Model(2, group=None), mesh=tp_ext.init_mesh("cpu", dp=2)["dp"])
     model(*_batch()).sum().backward()
     assert model.last.mtp.embedding.weight is model.embedding.weight
-
-
-def test_fsdp_shards_them_as_one():
-    ranks.run(_sharded_by_fsdp, 2)

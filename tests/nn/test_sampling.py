@@ -7,6 +7,7 @@ import torch
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of
 from tp_ext.random import draw_seed
 
@@ -180,7 +181,8 @@ def test_communication(name, gathers):
     assert _count(None, OPTIONS[name]) == {}
 
 
-def _compiled(group, options):
+@on_ranks(2, backend="gloo", timeout=120)
+def test_compiled_as_eager(group):
     torch._dynamo.reset()
     own = columns(torch.randn(5, V), group)
     sample = torch.compile(tp_ext.vocab_parallel_sample, fullgraph=True, backend="aot_eager")
@@ -188,13 +190,9 @@ def _compiled(group, options):
     for fn in (tp_ext.vocab_parallel_sample, sample):
         torch.manual_seed(3)
         with torch.inference_mode():
-            results.append(fn(own, group.group_name, vocab_size=V, **options))
-    return results
-
-
-def test_compiled_as_eager():
-    for got, want in ranks.run(_compiled, 2, OPTIONS["top_k_top_p"], timeout=120):
-        assert torch.equal(got, want)
+            results.append(fn(own, group.group_name, vocab_size=V, **OPTIONS["top_k_top_p"]))
+    got, want = results
+    assert torch.equal(got, want)
 
 
 def test_no_rows_and_gradients_do_not_matter():

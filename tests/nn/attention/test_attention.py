@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HEAD, HIDDEN, LAYOUTS, assert_dense, call, fits, make
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 from tp_ext.nn.attention.attention import head_parts
 
@@ -129,21 +130,6 @@ def test_sequence_parallel_one_all_gather_and_one_reduce_scatter():
     assert backward == {"all_gather": 2, "reduce_scatter": 1}  # of dy, of x again (kept as a shard); of dx
 
 
-def _wrapped(group, wrap, options, sp, masked):
-    torch._dynamo.reset()
-    module = make(options, group, sequence_parallel=sp)
-    mask = {"attn_mask": torch.randn(6, 5, 5).double().requires_grad_()} if masked else {}
-    x = torch.randn(10, HIDDEN, dtype=torch.float64)
-    results = []
-    for fn in (module, wrap(module)):
-        torch.manual_seed(3)
-        own = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
-        y = fn(own, batch_size=2, **mask)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [own, *mask.values(), *module.parameters()])))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
 def _compile(module):
     return torch.compile(module, fullgraph=True, backend="aot_eager")
 
@@ -170,26 +156,33 @@ PLAIN, DROPPED = {}, {"dropout": 0.5}
     ids=["", "sp", "dropout", "dropout-sp", "window_mask-sp", "softcap_mask"],
 )
 @pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
-def test_compiled_and_recomputed_as_eager(wrap, options, masked, sp):
-    ranks.run(_wrapped, 2, wrap, CASES["all"] | options, sp, masked, timeout=120)
+@on_ranks(2, backend="gloo", timeout=120)
+def test_compiled_and_recomputed_as_eager(group, wrap, options, masked, sp):
+    torch._dynamo.reset()
+    module = make(CASES["all"] | options, group, sequence_parallel=sp)
+    mask = {"attn_mask": torch.randn(6, 5, 5).double().requires_grad_()} if masked else {}
+    x = torch.randn(10, HIDDEN, dtype=torch.float64)
+    results = []
+    for fn in (module, wrap(module)):
+        torch.manual_seed(3)
+        own = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
+        y = fn(own, batch_size=2, **mask)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [own, *mask.values(), *module.parameters()])))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def _autocast(group, options):
-    module = make(options, group, dtype=torch.float32)
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout": 1e-9}, {"softcap": 3.0}], ids=["fused", "exact_dropout", "softcap"]
+)
+@on_ranks(1, 2)
+def test_autocast_gives_the_low_precision(group, options):
+    module = make(CASES["all"] | options, group, dtype=torch.float32)
     x, mask = torch.randn(2, 5, HIDDEN, requires_grad=True), torch.randn(6, 5, 5, requires_grad=True)
     want = module(x, attn_mask=mask)
     with torch.autocast("cpu", torch.bfloat16):
         y = module(x, attn_mask=mask)
     y.float().square().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in (mask, *module.parameters()))
-    return y, want
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"dropout": 1e-9}, {"softcap": 3.0}], ids=["fused", "exact_dropout", "softcap"]
-)
-@pytest.mark.parametrize("p", [1, 2])
-def test_autocast_gives_the_low_precision(p, options):
-    for y, want in ranks.run(_autocast, p, CASES["all"] | options):
-        assert y.dtype == torch.bfloat16
-        assert (y - want).abs().max() <= 0.03 * want.abs().max()  # eight units in bf16's last place
+    assert y.dtype == torch.bfloat16
+    assert (y - want).abs().max() <= 0.03 * want.abs().max()  # eight units in bf16's last place

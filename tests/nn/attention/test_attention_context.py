@@ -2,7 +2,6 @@
 head by head: output and all gradients; dropout, compile, checkpoints, a cache that is prefilled, a way of one's own.
 """
 
-import functools
 import itertools
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, make
+from tests.helpers.meshes import once_per_rank
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gathered, local_grads
 from tp_ext import ContextLayout
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 PACKED = [5, 0, 13, 1, 2]
 
 
-@functools.cache  # a rank's process runs many cases
+@once_per_rank  # a rank's process runs many cases
 def _mesh(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp"))
 
@@ -189,7 +189,7 @@ def test_compiled_and_recomputed(group, context, sp, compiled):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_autocast(group, context):
     options = CASES["gqa"] | {"qk_norm": True}
     s = Setting((2, 1), options, oracle.random_state(make(options)), PACKED, context=context)
@@ -234,7 +234,7 @@ def test_a_cache_that_a_context_group_has_filled(context, static):
 # A way of one's own
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_attention_by_a_callable(group):
     seen = []
 
@@ -257,7 +257,7 @@ def test_attention_by_a_callable(group):
 
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("bucket", [1, 64, 1 << 20])
-@on_ranks(backend="gloo")
+@on_ranks(backend="gloo")  # it changes a constant
 def test_sum_gradients(group, bucket):
     tp_ext.parallel.gradient_sum._BUCKET_BYTES = bucket
     rank, p = group.rank(), group.size()

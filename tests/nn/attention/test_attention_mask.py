@@ -10,6 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HEAD, HIDDEN, KNOWN, call, fits, make
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
 pytestmark = pytest.mark.core
@@ -129,7 +130,17 @@ def test_a_learned_mask_adds_one_all_reduce_to_backward_and_a_fixed_one_nothing(
 # With a cache
 
 
-def _cached(group, options, state, x, mask, static):
+@pytest.mark.thinned
+@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
+@pytest.mark.parametrize("name", ["blocked", "alibi", "learned_per_key"])
+@pytest.mark.parametrize("case", ["all", "softcap", "window"])
+@on_ranks(2)
+def test_a_mask_over_the_cache_gives_the_full_forward(group, case, name, static):
+    options = CASES[case]
+    state, mask = oracle.random_state(make(options)), MASKS[name][0](options["num_heads"])
+    x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64)
+    known = {k: v for k, v in options.items() if k in KNOWN}
+    want = oracle.attention(x.flatten(0, 1), state, LENGTHS, attn_mask=mask, **known).view(x.shape)
     module = make(options, group).eval()
     tp_ext.load_full_state_dict(module, state, group=group)
     cache, ys, done = module.new_cache(BATCH, SEQ + 2, static=static), [], 0
@@ -140,18 +151,4 @@ def _cached(group, options, state, x, mask, static):
             now = F.pad(now, (0, 2))[..., :keys]  # of a static cache: all slots
             ys.append(module(x[:, done : done + n], cache=cache, attn_mask=now))
             done += n
-    return torch.cat(ys, 1)
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
-@pytest.mark.parametrize("name", ["blocked", "alibi", "learned_per_key"])
-@pytest.mark.parametrize("case", ["all", "softcap", "window"])
-def test_a_mask_over_the_cache_gives_the_full_forward(case, name, static):
-    options = CASES[case]
-    state, mask = oracle.random_state(make(options)), MASKS[name][0](options["num_heads"])
-    x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64)
-    known = {k: v for k, v in options.items() if k in KNOWN}
-    want = oracle.attention(x.flatten(0, 1), state, LENGTHS, attn_mask=mask, **known).view(x.shape)
-    for y in ranks.run(_cached, 2, options, state, x, mask, static):
-        assert_near(y, want)
+    assert_near(torch.cat(ys, 1), want)

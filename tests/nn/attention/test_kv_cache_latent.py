@@ -11,6 +11,7 @@ import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.cache_steps import in_steps, left_padded
 from tests.helpers.latent_cases import CASES, HIDDEN, SIZES, assert_near, known, make, reference
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 
@@ -63,18 +64,15 @@ def test_every_split_of_the_text_gives_the_full_forward(name, p, sp, static):
         assert all(torch.equal(got, other) for other in others)
 
 
-def _padded(group, options, state, texts, static):
-    return left_padded(loaded(group, options, state), texts, static)
-
-
 @STATIC
 @pytest.mark.parametrize("options", [CASES["yarn"], WIDE], ids=["absorbed", "expanded"])
-def test_left_padded_prompts_come_out_as_they_would_alone(options, static):
+@on_ranks(2)
+def test_left_padded_prompts_come_out_as_they_would_alone(group, options, static):
     state = oracle.random_state(make(options))
     texts = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in (7, 3, 5)]
-    for got in ranks.run(_padded, 2, options, state, texts, static):
-        for y, text in zip(got, texts, strict=True):
-            close(y, dense(options, state, text[None])[0])
+    got = left_padded(loaded(group, options, state), texts, static)
+    for y, text in zip(got, texts, strict=True):
+        close(y, dense(options, state, text[None])[0])
 
 
 @pytest.mark.parametrize("options", [CASES["v3"], WIDE], ids=["absorbed", "expanded"])
@@ -116,7 +114,9 @@ def test_a_token_in_the_cache_costs_a_dot_product_of_its_width_per_head():
     assert _flops(module, x, 30) - _flops(module, x, 10) == 20 * 3 * 4 * 2 * (2 * rank + rope)
 
 
-def _compiled(group, state, x):
+@on_ranks(2, backend="gloo", timeout=120)
+def test_a_decode_step_is_compiled_once_for_all_positions(group):
+    state, x = oracle.random_state(make(CASES["yarn"])), torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
     torch._dynamo.reset()
     module, graphs = loaded(group, CASES["yarn"], state), []
 
@@ -130,14 +130,8 @@ def _compiled(group, state, x):
         ys = [module(x[:, :3], cache=cache)]
         cache.static = True
         ys += [compiled(x[:, i : i + 1].contiguous(), cache=cache) for i in range(3, SEQ)]
-    return torch.cat(ys, 1), len(graphs)
-
-
-def test_a_decode_step_is_compiled_once_for_all_positions():
-    state, x = oracle.random_state(make(CASES["yarn"])), torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
-    for y, count in ranks.run(_compiled, 2, state, x, timeout=120):
-        close(y, dense(CASES["yarn"], state, x))
-        assert count == 1
+    close(torch.cat(ys, 1), dense(CASES["yarn"], state, x))
+    assert len(graphs) == 1
 
 
 # What is refused

@@ -58,7 +58,7 @@ class Long(nn.Module):
 
 
 @pytest.mark.parametrize("router", [CONFIG, SEQUENCE], ids=["batch", "sequence"])
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_context_and_expert_parallelism(group, router):
     """The losses of routers and all gradients, over cp x ep = 2 x 2; 9 tokens a sequence, so 5 and 4 on the ranks."""
     mesh = mesh_of(2, 2, 1, names=("cp", "ep", "tp"))
@@ -112,7 +112,7 @@ def square(output, target):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-@on_ranks(4, backend="gloo", timeout=120)
+@on_ranks(4)
 def test_stages_attach_the_losses_of_their_routers(group, schedule):
     mesh = mesh_of(2, 2, names=("pp", "ep"))
     pp, ep = mesh["pp"], mesh["ep"]
@@ -132,7 +132,7 @@ def test_stages_attach_the_losses_of_their_routers(group, schedule):
 # States
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_a_state_that_rank_0_has_alone(group):
     mesh = mesh_of(1, 2, 2, names=("dp", "ep", "tp"))
     one, net = experts(1, None), experts(1, mesh, mesh["tp"])

@@ -90,7 +90,7 @@ def test_every_gradient_is_that_of_a_plain_call(call, attach):
         torch.testing.assert_close(explicit[name], attached[name], rtol=1e-13, atol=1e-14)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_pickle(group):
     layer, _ = made((1, 2, 2))
     again = pickle.loads(pickle.dumps(layer))

@@ -50,7 +50,7 @@ def _derivatives(call, name, sizes, tensors):
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("p", [2, 3])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_operator_is_exchange_and_linear(group, traced):
     """Uneven numbers of rows, a rank without rows; derivatives of first and second order."""
     name, sizes, tensors = _operands(group)
@@ -177,7 +177,11 @@ def _counts(call):
     return counts.by_kind()
 
 
-def _with_and_without(world, sp):
+@pytest.mark.parametrize("sp", [False, True])
+@on_ranks(4)
+def test_layer_with_the_shared_block_during_the_exchange_and_after_it(world, sp):
+    """The same numbers, also under autocast; without the collectives of the block."""
+    kinds = ("all_gather", "reduce_scatter") if sp else ("all_reduce",)
     mesh = mesh_of(2, 2, names=("ep", "tp"))
     layer, x = _made((mesh["ep"].get_group(), mesh["tp"].get_group()), sp)
     found = [_step(layer, x)]
@@ -194,22 +198,17 @@ def _with_and_without(world, sp):
             torch.testing.assert_close(got.double(), found[0][name], rtol=0.1, atol=0.1, msg=name)
     tp_ext.add_lora(layer, targets="shared.up", r=2, alpha=1)
     layer(x)
-    return counts
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_layer_with_the_shared_block_during_the_exchange_and_after_it(sp):
-    """The same numbers, also under autocast; without the collectives of the block."""
-    kinds = ("all_gather", "reduce_scatter") if sp else ("all_reduce",)
-    for during, after in ranks.run(_with_and_without, 4, sp, timeout=120):
-        saved = {kind: after[kind] - during[kind] for kind in kinds}
-        assert saved == ({"all_gather": 3, "reduce_scatter": 2} if sp else {"all_reduce": 2})
+    during, after = counts
+    saved = {kind: after[kind] - during[kind] for kind in kinds}
+    assert saved == ({"all_gather": 3, "reduce_scatter": 2} if sp else {"all_reduce": 2})
 
 
 FUSED = ["experts.up_weight", "experts.down_weight", "shared.up.weight", "shared.down.weight"]
 
 
-def _main_grad(world, sp):
+@pytest.mark.parametrize("sp", [False, True])
+@on_ranks(4)
+def test_gradients_add_up_in_main_grad(world, sp):
     """Two microbatches; and the gradient of the input alone, then those of the weights, as pipelines ask for them."""
     mesh = mesh_of(2, 2, names=("ep", "tp"))
     groups = mesh["ep"].get_group(), mesh["tp"].get_group()
@@ -237,11 +236,6 @@ def _main_grad(world, sp):
         fused(x)
 
 
-@pytest.mark.parametrize("sp", [False, True])
-def test_gradients_add_up_in_main_grad(sp):
-    ranks.run(_main_grad, 4, sp)
-
-
 def test_main_grad_of_half_precision_adds_up_in_fp32():
     """257 ones are 256 in bf16; experts without rows keep what they have."""
     weight = torch.zeros(2, 4, 5, dtype=torch.bfloat16, requires_grad=True)
@@ -252,18 +246,15 @@ def test_main_grad_of_half_precision_adds_up_in_fp32():
     assert weight.grad is None and torch.equal(main_grad, torch.tensor([0.0, 514.0])[:, None, None].expand(2, 4, 5))
 
 
-def _on_backends(world):
+@on_ranks(2, backend="gloo")
+def test_both_backends_give_the_same_bits(world):
     found = []
     for backend in ("gloo", "tp_shm"):
         group = group_of(backend)
         for groups in ((group, None), (None, group)):
             found.append(_step(*_made(groups, sp=groups[1] is not None)))
-    return found
-
-
-def test_both_backends_give_the_same_bits():
-    for gloo_ep, gloo_tp, shm_ep, shm_tp in ranks.run(_on_backends, 2):
-        for want, got in ((gloo_ep, shm_ep), (gloo_tp, shm_tp)):
-            assert want.keys() == got.keys()
-            for name in want:
-                assert torch.equal(want[name], got[name]), name
+    gloo_ep, gloo_tp, shm_ep, shm_tp = found
+    for want, got in ((gloo_ep, shm_ep), (gloo_tp, shm_tp)):
+        assert want.keys() == got.keys()
+        for name in want:
+            assert torch.equal(want[name], got[name]), name
