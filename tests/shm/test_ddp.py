@@ -9,6 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run
 from tests.shm.backends import both_backends, group_of
 
@@ -95,7 +96,9 @@ def test_training_is_that_of_one_process(p, options, backend):
     assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
 
 
-def _unused(world, backend, p):
+@both_backends
+@on_ranks(2, 3, backend="gloo")
+def test_unused_parameters(world, p, backend):
     """Each rank uses one side; the gradient of the other comes from the ranks that use it, that of neither is None."""
     group, rank = group_of(backend), world.rank()
     dense, model = _model(), _model()
@@ -112,30 +115,21 @@ def _unused(world, backend, p):
 
 
 @both_backends
-@pytest.mark.parametrize("p", [2, 3])
-def test_unused_parameters(p, backend):
-    run(_unused, p, backend, p)
-
-
-def _accumulate(world, backend, p):
+@on_ranks(2, backend="gloo")
+def test_no_sync(world, backend):
     group, rank = group_of(backend), world.rank()
     dense, model = _model(), _model()
     model.nowhere.requires_grad_(False)
     ddp = DistributedDataParallel(model, process_group=group)
     for step in range(3):
-        x = _batch(p, step)
+        x = _batch(2, step)
         if step < 2:
             with ddp.no_sync():
-                ddp(x.chunk(p)[rank]).square().mean().backward()
+                ddp(x.chunk(2)[rank]).square().mean().backward()
         else:
-            ddp(x.chunk(p)[rank]).square().mean().backward()
+            ddp(x.chunk(2)[rank]).square().mean().backward()
         dense(x).square().mean().backward()
     _close(model, dense)
-
-
-@both_backends
-def test_no_sync(backend):
-    run(_accumulate, 2, backend, 2)
 
 
 def _hook(state, bucket):
@@ -151,27 +145,26 @@ def _hook(state, bucket):
     return future.then(then)
 
 
-def _hooks(world, backend, p, hook):
+@pytest.mark.parametrize("backend, hook", [("gloo", "allreduce"), ("tp_shm", "allreduce")])
+@on_ranks(2, backend="gloo")
+def test_communication_hooks(world, backend, hook):
     group, rank = group_of(backend), world.rank()
     dense, model = _model(), _model()
     model.nowhere.requires_grad_(False)
     ddp = DistributedDataParallel(model, process_group=group)
-    ddp.register_comm_hook(group, hook)
+    ddp.register_comm_hook(group, default_hooks.allreduce_hook)
     for step in range(3):
-        x = _batch(p, step)
+        x = _batch(2, step)
         ddp.zero_grad()
         dense.zero_grad()
-        ddp(x.chunk(p)[rank]).square().mean().backward()
+        ddp(x.chunk(2)[rank]).square().mean().backward()
         dense(x).square().mean().backward()
         _close(model, dense)
 
 
-@pytest.mark.parametrize("backend, hook", [("gloo", "allreduce"), ("tp_shm", "allreduce")])
-def test_communication_hooks(backend, hook):
-    run(_hooks, 2, backend, 2, default_hooks.allreduce_hook)
-
-
-def _uneven(world, backend, p):
+@both_backends
+@on_ranks(2, backend="gloo")
+def test_join_with_uneven_inputs(world, backend):
     """Join: ranks with fewer batches shadow the others' collectives."""
     group, rank = group_of(backend), world.rank()
     model = _model()
@@ -181,15 +174,12 @@ def _uneven(world, backend, p):
         for step in range(1 + 2 * rank):
             ddp.zero_grad()
             ddp(_batch(1, step)).square().mean().backward()
-    return [param.grad for param in model.parameters() if param.grad is not None]
+    assert [param.grad for param in model.parameters() if param.grad is not None]
 
 
 @both_backends
-def test_join_with_uneven_inputs(backend):
-    assert all(grads for grads in run(_uneven, 2, backend, 2))
-
-
-def _zero(world, backend, p):
+@on_ranks(2, 3, backend="gloo")
+def test_the_zero_redundancy_optimizer(world, p, backend):
     group, rank = group_of(backend), world.rank()
     dense, model = _model(), _model()
     for module in (dense, model):
@@ -211,9 +201,3 @@ def _zero(world, backend, p):
         torch.testing.assert_close(param, wanted, rtol=0, atol=1e-9)  # Adam divides by roots of squares
     if rank == 0:
         assert len(optimizer.state_dict()["state"]) == len(used)
-
-
-@both_backends
-@pytest.mark.parametrize("p", [2, 3])
-def test_the_zero_redundancy_optimizer(p, backend):
-    run(_zero, p, backend, p)

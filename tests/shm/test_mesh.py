@@ -15,7 +15,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.ranks import run
 from tests.shm.backends import group_of, tp_shm_and_gloo
 
 pytestmark = pytest.mark.core
@@ -49,8 +48,11 @@ def _step(model, optimizer, x):
     return loss.item()
 
 
-def _fsdp(world, backend, folder):
+@tp_shm_and_gloo
+@on_ranks(2, 3, backend="gloo")
+def test_fsdp2_training_and_its_checkpoint(world, backend, tmp_path):
     """Four steps, a checkpoint, two more; the loaded model does the same two again."""
+    folder = str(tmp_path / "saved")
     p, rank = world.size(), world.rank()
     dense, model = _model(), _sharded(backend, _model())
     optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, dense))
@@ -72,12 +74,6 @@ def _fsdp(world, backend, folder):
     dcp.load(state, checkpoint_id=folder, process_group=group_of(backend))
     set_state_dict(again, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert [_step(again, other, _batch(p, step).chunk(p)[rank]) for step in (4, 5)] == losses[4:]
-
-
-@tp_shm_and_gloo
-@pytest.mark.parametrize("p", [2, 3])
-def test_fsdp2_training_and_its_checkpoint(p, backend, tmp_path):
-    run(_fsdp, p, backend, str(tmp_path / "saved"))
 
 
 @tp_shm_and_gloo

@@ -75,7 +75,11 @@ def test_while_its_rank_computes(n, backend, tmp_path):
     assert not in_vain
 
 
-def _blocked(world, backend, kinds, n, blocking):
+@tp_shm_and_gloo
+@pytest.mark.parametrize("blocking", ["recv", "all_reduce", "of gloo", "recv of the same group"])
+@pytest.mark.parametrize("n", [3, LARGE], ids=str)
+@on_ranks(2, backend="gloo", timeout=20)
+def test_while_its_rank_is_blocked_elsewhere(world, n, blocking, backend):
     """Rank 1 issues, then waits in a call that rank 0 makes only after its own wait."""
     group, other, rank = group_of(backend), group_of(backend, None, "other"), world.rank()
     call = {
@@ -86,7 +90,7 @@ def _blocked(world, backend, kinds, n, blocking):
             dist.recv(torch.ones(4), 0, group=group, tag=9) if rank else dist.send(torch.ones(4), 1, group=group, tag=9)
         ),
     }[blocking]
-    for kind in kinds:
+    for kind in KINDS if n == 3 else ["all_reduce", "all_to_all"]:
         work, right = _issue(kind, group, rank, n)
         if rank == 0:
             work.wait()
@@ -95,13 +99,6 @@ def _blocked(world, backend, kinds, n, blocking):
             call()
             work.wait()
         assert right(), kind
-
-
-@tp_shm_and_gloo
-@pytest.mark.parametrize("blocking", ["recv", "all_reduce", "of gloo", "recv of the same group"])
-@pytest.mark.parametrize("n", [3, LARGE], ids=str)
-def test_while_its_rank_is_blocked_elsewhere(n, blocking, backend):
-    run(_blocked, 2, backend, KINDS if n == 3 else ["all_reduce", "all_to_all"], n, blocking, timeout=20)
 
 
 @tp_shm_and_gloo
