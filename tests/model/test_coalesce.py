@@ -17,6 +17,7 @@ from tests.helpers import ranks
 from tests.helpers.coalesce_block import SCATTERS, SMALL, number_of_sums, own_x, rich_block, sent, step
 from tests.helpers.data_parallel import mesh
 from tests.helpers.makers import HIDDEN, TOKENS, same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import full_gradients, gradients
 
 pytestmark = pytest.mark.core
@@ -88,7 +89,9 @@ def _rows(group, coalesce):
     return rows
 
 
-def _mixed(group):
+@on_ranks(2)
+def test_dtypes_frozen_and_unused_parameters(group):
+    """Two biases in fp64, a norm in fp32; then without one bias; then with nothing trained."""
     results = []
     for coalesce in (False, True):
         rows = _rows(group, coalesce)
@@ -103,15 +106,13 @@ def _mixed(group):
         results.append((steps, unused, sums))
     (a, unused_a, sums_a), (b, unused_b, sums_b) = results
     assert all(same(x, y) for x, y in zip(a, b, strict=True))
-    return unused_a == unused_b == ["unused.weight", "unused.bias"], sums_a, sums_b
+    assert unused_a == unused_b == ["unused.weight", "unused.bias"]
+    assert sums_a == [3, 2, 0]
+    assert sums_b == [2, 2, 0]
 
 
-def test_dtypes_frozen_and_unused_parameters():
-    """Two biases in fp64, a norm in fp32; then without one bias; then with nothing trained."""
-    assert ranks.run(_mixed, 2) == [(True, [3, 2, 0], [2, 2, 0])] * 2
-
-
-def _second_order(group):
+@on_ranks(2)
+def test_second_derivatives(group):
     results = []
     for coalesce in (False, True):
         rows, x = _rows(group, coalesce), own_x(group)
@@ -120,14 +121,11 @@ def _second_order(group):
         first = torch.autograd.grad(rows(x).sin().sum(), inputs, create_graph=True)
         second = torch.autograd.grad(sum(g.sin().sum() for g in first), inputs)
         results.append([*first, *second])
-    return same(*results)
+    assert same(*results)
 
 
-def test_second_derivatives():
-    assert all(ranks.run(_second_order, 2))
-
-
-def _some_of_them(group):
+@on_ranks(2)
+def test_some_gradients_only_and_a_graph_that_is_kept(group):
     results = []
     for coalesce in (False, True):
         block, x = rich_block(group, coalesce=coalesce), own_x(group)
@@ -138,14 +136,11 @@ def _some_of_them(group):
         loss.backward(retain_graph=True)
         loss.backward()
         results.append(got + [p.grad for p in block.parameters()])
-    return same(*results)
+    assert same(*results)
 
 
-def test_some_gradients_only_and_a_graph_that_is_kept():
-    assert all(ranks.run(_some_of_them, 2))
-
-
-def _main_grads(group):
+@on_ranks(2)
+def test_gradients_of_copies_are_summed_before_main_grad_gets_them(group):
     results = []
     for coalesce in (False, True):
         torch.manual_seed(5)
@@ -160,11 +155,7 @@ def _main_grads(group):
         attention(x, batch_size=2, total_tokens=TOKENS).sin().sum().backward()
         assert attention.qkv.weight.grad is None
         results.append([attention.qkv.weight.main_grad, attention.qkv.bias.grad, attention.out.bias.grad, x.grad])
-    return same(*results)
-
-
-def test_gradients_of_copies_are_summed_before_main_grad_gets_them():
-    assert all(ranks.run(_main_grads, 2))
+    assert same(*results)
 
 
 def test_arguments_that_are_no_module_are_refused():
@@ -191,38 +182,40 @@ def _saved(block):
     return buffer.getvalue()
 
 
-def _called(group, how):
+@pytest.mark.parametrize("how", CALLS)
+@on_ranks(2)
+def test_calls(group, how):
     block, x = rich_block(group), own_x(group)
     want = step(block, x)
     call = CALLS[how](block)
     used = call if isinstance(call, nn.Module) else block
-    same_results = same(step(used, x, call), want)
+    assert same(step(used, x, call), want)
     left = [name for name, m in used.named_modules() if getattr(m, "_coalesced", {})]
-    return same_results, number_of_sums(used, x, call), left
+    assert left == []
+    assert number_of_sums(used, x, call) == 1
 
 
-@pytest.mark.parametrize("how", CALLS)
-def test_calls(how):
-    assert ranks.run(_called, 2, how) == [(True, 1, [])] * 2
-
-
-def _compiled(group, part):
+@pytest.mark.parametrize(("part", "sums"), [("attention", 1), ("", SMALL)])
+@on_ranks(2, backend="gloo", timeout=120)
+def test_compiled(group, part, sums):
+    """A part of the block takes what was entered before; when all of it is traced, each layer sums its own."""
     block, x = rich_block(group), own_x(group)
     block.dropout.p = block.attention.dropout = 0.0
     want = step(block, x)
     part_of_it = block.get_submodule(part)
     part_of_it.compile(fullgraph=True, backend="aot_eager")
     got = [step(block, x) for _ in range(2)]
-    return [same(one, want) for one in got], sent(lambda: step(block, x))
+    assert [same(one, want) for one in got] == [True] * 2
+    assert sent(lambda: step(block, x)) == sums + SCATTERS
 
 
-@pytest.mark.parametrize(("part", "sums"), [("attention", 1), ("", SMALL)])
-def test_compiled(part, sums):
-    """A part of the block takes what was entered before; when all of it is traced, each layer sums its own."""
-    assert ranks.run(_compiled, 2, part, timeout=120) == [([True] * 2, sums + SCATTERS)] * 2
+def _fail(module, args):
+    raise ArithmeticError
 
 
-def _other_ways(group):
+@on_ranks(2, backend="gloo")
+def test_layers_that_are_not_entered_sum_their_own(group):
+    """A forward without hooks; hooks that were taken off; and one that failed leaves nothing behind."""
     block, x = rich_block(group, coalesce=False), own_x(group)
     keys, plain = list(block.state_dict()), step(block, x)
     handle = tp_ext.coalesce_gradients(block)
@@ -237,19 +230,17 @@ def _other_ways(group):
         block(x)
     handle.remove()
     removed = step(block, x), number_of_sums(block, x)
-    return [same(r, plain) for r, _ in (direct, removed)], [n for _, n in (direct, removed)], left
+    assert [same(r, plain) for r, _ in (direct, removed)] == [True, True]
+    assert [n for _, n in (direct, removed)] == [SMALL, SMALL]
+    assert left == []
 
 
-def _fail(module, args):
-    raise ArithmeticError
-
-
-def test_layers_that_are_not_entered_sum_their_own():
-    """A forward without hooks; hooks that were taken off; and one that failed leaves nothing behind."""
-    assert ranks.run(_other_ways, 2) == [([True, True], [SMALL, SMALL], [])] * 2
-
-
-def _under_fsdp(group, whole):
+@pytest.mark.parametrize(("whole", "sums"), [(True, 1), (False, 1 + 2 + 5 + 1)])
+@on_ranks(4, backend="gloo")
+def test_fsdp2(group, whole, sums):
+    """Over 2 x 2 ranks: what FSDP2 has gathered when the block begins, here norm2 and mlp.up, comes together; norm1,
+    the attention and mlp.down are gathered later and sum their own."""
+    fsdp = 1 if whole else 4  # its own reduce-scatters
     data, tensor = (mesh(2, 2)[axis] for axis in ("dp", "tp"))
     results = []
     for coalesce in (False, True):
@@ -261,12 +252,5 @@ def _under_fsdp(group, whole):
         torch.manual_seed(14)
         block(x).sin().sum().backward()
         results.append([p.grad.full_tensor() for p in block.parameters()] + [x.grad])
-    return same(*results), sent(lambda: block(x).sum().backward())
-
-
-@pytest.mark.parametrize(("whole", "sums"), [(True, 1), (False, 1 + 2 + 5 + 1)])
-def test_fsdp2(whole, sums):
-    """Over 2 x 2 ranks: what FSDP2 has gathered when the block begins, here norm2 and mlp.up, comes together; norm1,
-    the attention and mlp.down are gathered later and sum their own."""
-    fsdp = 1 if whole else 4  # its own reduce-scatters
-    assert ranks.run(_under_fsdp, 4, whole) == [(True, sums + SCATTERS + fsdp)] * 4
+    assert same(*results)
+    assert sent(lambda: block(x).sum().backward()) == sums + SCATTERS + fsdp

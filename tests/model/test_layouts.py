@@ -2,8 +2,6 @@
 sharded twice on the same dim, and a foreign module: state, checkpoints, norms and checks are those of one process.
 """
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +11,8 @@ from torch.distributed import init_device_mesh
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import once_per_rank
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import Layout, Part, Sharding, debug
 from tp_ext.random import Normal
 
@@ -79,7 +79,7 @@ class Model(nn.Module):
         return h + self.attention(self.norm(h))
 
 
-@functools.cache
+@once_per_rank
 def _mesh(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("x", "y"))
 
@@ -257,16 +257,12 @@ class Assigned(tp_ext.ParallelModule):
         return self.parameter("sharded").sum() + self.parameter("replicated").sum()
 
 
-def _assigned(group, at_once):
+@pytest.mark.parametrize("at_once", [True, False])
+@on_ranks(2)
+def test_assigned_shardings_decide_which_gradients_are_summed(group, at_once):
     layer = Assigned(group, at_once)
     layer().backward()
-    return layer.sharded.grad, layer.replicated.grad
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_assigned_shardings_decide_which_gradients_are_summed(at_once):
-    for sharded, replicated in ranks.run(_assigned, 2, at_once):
-        assert sharded.tolist() == [1, 1] and replicated.tolist() == [2, 2]
+    assert layer.sharded.grad.tolist() == [1, 1] and layer.replicated.grad.tolist() == [2, 2]
 
 
 def test_declaring_layouts():

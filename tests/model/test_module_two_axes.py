@@ -13,6 +13,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.dtypes import default_dtype
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 
@@ -249,23 +250,6 @@ def test_collectives(reshard_after_forward):
     assert ranks.run(_collectives, 4, reshard_after_forward) == [[up, down, backward]] * 4
 
 
-def _collectives_of(group, make, x):
-    """Those of a layer, forward and backward: over x and over y, as (kind, payload in bytes)."""
-    mesh = mesh_of(2, 2, names=("x", "y"))
-    layer = make(group=mesh["y"], weight_group=mesh["x"], dtype=torch.float64, **HIDDEN)
-    if x.is_floating_point():
-        x = x[..., : x.shape[-1] // 2].clone().requires_grad_()
-    with tp_ext.debug.count_collectives() as forward:
-        y = layer(x)
-    with tp_ext.debug.count_collectives() as backward:
-        y.sum().backward()
-    return [
-        [(row.kind, row.payload) for row in counts.select(group=mesh[axis]).rows]
-        for axis in "xy"
-        for counts in (forward, backward)
-    ]
-
-
 ROWS = torch.ones(3, 8, dtype=torch.float64)
 
 
@@ -293,9 +277,23 @@ ROWS = torch.ones(3, 8, dtype=torch.float64)
     ],
     ids=["RMSNorm", "LayerNorm", "embedding"],
 )
-def test_collectives_of_norms_and_embedding(make, x, over_x, over_y):
+@on_ranks(4)
+def test_collectives_of_norms_and_embedding(group, make, x, over_x, over_y):
     """Of 3 rows of 8 features and a table of 6 rows, in fp64; equal rows of the result are counts of several calls."""
-    assert ranks.run(_collectives_of, 4, make, x) == [[*over_x, *over_y]] * 4
+    # Those of a layer, forward and backward: over x and over y, as (kind, payload in bytes).
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    layer = make(group=mesh["y"], weight_group=mesh["x"], dtype=torch.float64, **HIDDEN)
+    if x.is_floating_point():
+        x = x[..., : x.shape[-1] // 2].clone().requires_grad_()
+    with tp_ext.debug.count_collectives() as forward:
+        y = layer(x)
+    with tp_ext.debug.count_collectives() as backward:
+        y.sum().backward()
+    assert [
+        [(row.kind, row.payload) for row in counts.select(group=mesh[axis]).rows]
+        for axis in "xy"
+        for counts in (forward, backward)
+    ] == [*over_x, *over_y]
 
 
 class _InOrder(torch.nn.Module):
@@ -309,7 +307,8 @@ class _InOrder(torch.nn.Module):
         return x
 
 
-def _other_order(group):
+@on_ranks(4)
+def test_another_order_of_layers(group):
     mesh = mesh_of(2, 2, names=("x", "y"))
     x = _mlp(mesh)[1]
     model = _InOrder(_mlp(mesh, seed)[0] for seed in range(3))
@@ -318,11 +317,7 @@ def _other_order(group):
     want = x
     for i in (0, 2, 1):  # each by itself, where nothing is gathered ahead
         want = model.layers[i](want)
-    return torch.equal(model(x, (0, 2, 1)), want)  # under the first one, weights of the second are gathered
-
-
-def test_another_order_of_layers():
-    assert all(ranks.run(_other_order, 4))
+    assert torch.equal(model(x, (0, 2, 1)), want)  # under the first one, weights of the second are gathered
 
 
 STEPS = 20
@@ -343,7 +338,10 @@ def _trained(mesh, options):
     return model, optimizer, torch.stack(losses), norm
 
 
-def _training(group, options, folder):
+@pytest.mark.parametrize("options", [HIDDEN, SP], ids=["hidden", "sequence parallel"])
+@on_ranks(4)
+def test_a_training_is_that_of_one_process(group, options, tmp_path):
+    folder = str(tmp_path / "checkpoint")
     mesh = mesh_of(2, 2, names=("x", "y"))
     dense, _, wants, want_norm = _trained(None, {})
     model, optimizer, losses, norm = _trained(mesh, options)
@@ -372,11 +370,6 @@ def _training(group, options, folder):
     assert torch.equal(model.loss(_own_rows(ids, mesh), _own_rows(target, mesh)), before)
 
 
-@pytest.mark.parametrize("options", [HIDDEN, SP], ids=["hidden", "sequence parallel"])
-def test_a_training_is_that_of_one_process(options, tmp_path):
-    ranks.run(_training, 4, options, str(tmp_path / "checkpoint"), timeout=180)
-
-
 def _saved(mesh, options):
     model = _model(mesh, **options)
     ids, target = batch()
@@ -397,12 +390,9 @@ def _saved(mesh, options):
     return sum(storages.values())
 
 
-def _activations(group):
-    mesh = mesh_of(2, 2, names=("x", "y"))
-    return _saved(mesh, HIDDEN), _saved(None, {})
-
-
-def test_saved_activations_are_a_quarter():
+@on_ranks(4)
+def test_saved_activations_are_a_quarter(group):
     """But for the statistics of norms, a number per row on every rank of y, and the tables of RoPE."""
-    for local, full in ranks.run(_activations, 4):
-        assert full / 4 <= local <= full / 4 * 1.1
+    mesh = mesh_of(2, 2, names=("x", "y"))
+    full = _saved(None, {})
+    assert full / 4 <= _saved(mesh, HIDDEN) <= full / 4 * 1.1

@@ -65,7 +65,7 @@ def test_compiled(group, options):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_recomputed(group, use_reentrant):
     model, mesh = _model(_mesh(), **HIDDEN), _mesh()
     _loss(model, mesh).backward()
@@ -116,7 +116,7 @@ def test_second_order(group, options):
     assert_close(tangent, ((a - b) / (2 * step)).detach(), rtol=1e-6, atol=1e-8)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_autocast(group):
     mesh = _mesh()
     model = _model(mesh, **HIDDEN).float()
@@ -130,8 +130,9 @@ def test_autocast(group):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
-def _two_halves(group, options):
-    column, row, x = _linears(options)
+@on_ranks(4)
+def test_a_backward_in_two_halves_gathers_dy_once(group):
+    column, row, x = _linears(HIDDEN)
     h = column(x).detach().requires_grad_()
     y = row(h)
     dy = torch.cos(y.detach())
@@ -141,14 +142,12 @@ def _two_halves(group, options):
         dh = torch.autograd.grad(y, [h], dy, retain_graph=True)
         weights = torch.autograd.grad(y, parameters, dy)
     assert all(map(torch.equal, (*dh, *weights), wants))
-    return counts.select(group=_mesh()["y"], kind="all_gather").number
+    assert counts.select(group=_mesh()["y"], kind="all_gather").number == 1
 
 
-def test_a_backward_in_two_halves_gathers_dy_once():
-    assert ranks.run(_two_halves, 4, HIDDEN) == [1] * 4
-
-
-def _coalesced(group):
+@on_ranks(4)
+def test_coalesced_gradients(group):
+    """One all-reduce over y for all gradients of replicated and copied parameters."""
     mesh = _mesh()
     model = _model(mesh, **SP, kv_heads=1)
     _loss(model, mesh).backward()
@@ -157,12 +156,7 @@ def _coalesced(group):
     with tp_ext.debug.count_collectives() as counts:
         _loss(model, mesh).backward()
     assert_close(_grads(model), want, **CLOSE)
-    return counts.select(group=mesh["y"], kind="all_reduce").number
-
-
-def test_coalesced_gradients():
-    """One all-reduce over y for all gradients of replicated and copied parameters."""
-    assert ranks.run(_coalesced, 4) == [1] * 4
+    assert counts.select(group=mesh["y"], kind="all_reduce").number == 1
 
 
 def _make_mesh(group):
