@@ -74,7 +74,7 @@ def test_blocks_and_the_gpt(p, low):
 
 
 @pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_nested_disabled_and_uncached(group, sp):
     for name in CASES:
         module = build(name, group, sp, torch.float32)
@@ -115,7 +115,7 @@ def test_modules_that_are_low_themselves(p, sp, low):
 
 
 @pytest.mark.parametrize("low", [*LOW, torch.float32], ids=str)
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_dtype_at_construction(group, low):
     """dtype= at construction is the rounded fp32 weight, and what .to(dtype) gives."""
     for make in (

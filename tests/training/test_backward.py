@@ -89,7 +89,7 @@ def test_module_hooks_see_the_gradients(group, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_no_grad_and_inference_mode(group, sp):
     for name in CASES:
         module = build(name, group, sp)
@@ -108,7 +108,7 @@ def test_no_grad_and_inference_mode(group, sp):
 
 
 @pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_retain_graph_partial_backwards_and_zero_grad(group, sp):
     """retain_graph: the second backward adds the same bits once more; backward for some inputs only."""
     for name, case in CASES.items():

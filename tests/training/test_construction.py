@@ -31,7 +31,7 @@ def _reset(model):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_from_meta_as_constructed_directly(group, sp):
     for name in CASES:
         direct = build(name, group, sp, torch.float32)
@@ -110,7 +110,7 @@ def _loaded(module, state):
 
 
 @pytest.mark.parametrize("sp", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["", "sp"])
-@on_ranks(2, backend="gloo", timeout=120)
+@on_ranks(2)
 def test_copies_compute_the_same_and_train_independently(group, sp):
     for name in CASES:
         module = build(name, group, sp)
@@ -174,7 +174,7 @@ def test_averaged_models(p, sp):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_parameters_to_vector_and_back(group):
     for name in CASES:
         module = build(name, group, False)

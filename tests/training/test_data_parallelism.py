@@ -137,7 +137,7 @@ def test_every_stage_trains_as_one_process(group):
         _compare(lambda m, s=stage: staged(m, s, mesh["dp"]), mesh["tp"], [0, 1], own, mesh["dp"], bound)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_hsdp_trains_as_one_process(group):
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]

@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_functional_call_ties_and_all(group, sp):
     """Values of another module put in: its output, and gradients that go to them, not to the module's own."""
     for name, case in CASES.items():
@@ -69,7 +69,7 @@ def test_vmap_over_inputs(group, sp):
             )
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_vmap_over_weights(group):
     """An ensemble of models, their weights stacked."""
     models = [build("mlp", group, False) for _ in range(3)]

@@ -85,7 +85,7 @@ def test_optimizer_in_backward(group, sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("p", [1, 2, 4])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_microbatches_add_up_to_the_batch(group, sp):
     """Four microbatches, their losses divided by four, against all rows at once; nothing is dropped here."""
     torch.manual_seed(11)

@@ -52,7 +52,7 @@ def _recomputed(call, how, saved=()):
 
 @BOTH
 @pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_the_same_bits_for_every_module(group, sp):
     for name, case in CASES.items():
         module = build(name, group, sp)
@@ -66,7 +66,7 @@ def test_the_same_bits_for_every_module(group, sp):
 
 
 @BOTH
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_preserve_rng_state_replays_the_masks(group, sp):
     """preserve_rng_state=False: right without dropout; with it the masks of backward are others, as the user asked."""
     for name, case in CASES.items():
@@ -134,7 +134,7 @@ def test_a_policy_that_saves_attention_computes_it_once(sp):
 @pytest.mark.thinned(1)
 @BOTH
 @pytest.mark.parametrize("name", ["column", "mlp_gated", "embedding", "head", "block", "gpt", "rich_block"])
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_a_policy_that_saves_collectives_and_matmuls(group, name, sp):
     module = build(name, group, sp)
     want = outcome(name, module, group, sp)
@@ -143,7 +143,7 @@ def test_a_policy_that_saves_collectives_and_matmuls(group, name, sp):
 
 
 @BOTH
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_stacks_and_nested_checkpoints(group, sp):
     """checkpoint_sequential over a stack, and a checkpoint inside a checkpoint."""
     stack = torch.nn.Sequential(*(build("rich_block", group, sp) for _ in range(3)))

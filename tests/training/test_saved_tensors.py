@@ -99,7 +99,7 @@ def test_nothing_is_saved_where_nothing_is_wanted(p, sp):
 
 
 @BOTH
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_requires_grad_may_change_between_steps(group, sp):
     """requires_grad_(False) after a step: the others' gradients stay the same bits, the frozen ones' stay away."""
     for name in sorted(CASES.keys() - {"embedding"}):  # which has one parameter only

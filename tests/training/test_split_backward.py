@@ -8,7 +8,6 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import tp_ext
-from tests.helpers import ranks
 from tests.helpers.makers import CASES, build, caller, own_input, own_upstream, same
 from tests.helpers.on_ranks import on_ranks
 
@@ -60,7 +59,8 @@ def test_gradients_and_work_are_those_of_one_backward(group, sp):
         )
 
 
-def _another_gradient(group):
+@on_ranks(2)
+def test_only_the_same_gradient_is_taken(group):
     """The second half with another dy, or with dy modified since, uses that one."""
     module = build("row", group, True)
     weight, grads = module.weight, []
@@ -69,18 +69,14 @@ def _another_gradient(group):
         torch.autograd.grad(y, x, dy, retain_graph=True)
         used = {"none": dy, "another": dy * 2, "modified": dy.mul_(2) if change == "modified" else dy}[change]
         grads.append(torch.autograd.grad(y, weight, used)[0])
-    return grads
-
-
-def test_only_the_same_gradient_is_taken():
-    for once, *twice in ranks.run(_another_gradient, 2):
-        assert all(torch.equal(one, 2 * once) for one in twice)
+    once, *twice = grads
+    assert all(torch.equal(one, 2 * once) for one in twice)
 
 
 @pytest.mark.parametrize("low_precision", [False, True])
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("name", ["column", "row"])
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_gradients_accumulated_into_main_grad(group, name, sp, low_precision):
     """The second half, torch.autograd.grad, gets zeros for these weights, since it takes no missing gradient."""
     modules = {}
@@ -112,13 +108,10 @@ def test_gradients_accumulated_into_main_grad(group, name, sp, low_precision):
         torch.testing.assert_close(got.main_grad if param.dim() == 2 else got.grad, param.grad, **close)
 
 
-def _coalesced(group):
+@on_ranks(2)
+def test_coalesced_gradients_are_refused_by_torch(group):
     module = build("block", group, True)
     x, y, dy = _forward("block", module, group, True)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         _halves(module, x, y, dy)
-    return True
-
-
-def test_coalesced_gradients_are_refused_by_torch():
-    assert ranks.run(_coalesced, 2) == [True, True]
+    assert True
