@@ -8,8 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
-from tests.helpers import ranks, simulated
+from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ParallelMoE, RouterConfig
 from tp_ext.parallel import average_gradients, expert_modules, ignore_experts
 
@@ -194,8 +195,10 @@ def test_ddp_of_the_experts_over_all_data_ranks_is_refused():
     ranks.run_raises(_plain_ddp, 4, ValueError, "would overwrite and average first.experts")
 
 
-def _other_kind_on_one_rank(group):
-    """The message, and the gradients before and after it, where the last of four ranks has main_grad alone."""
+@on_ranks(4)
+def test_a_gradient_of_another_kind_on_one_rank_of_two_axes_is_an_error_of_all(group):
+    """The ranks of the other row do not take their mean, nor wait for this one at the other axis."""
+    # The message, and the gradients before and after it, where the last of four ranks has main_grad alone.
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     net(torch.full((1, 2), group.rank() + 1.0)).sum().backward()
@@ -205,11 +208,6 @@ def _other_kind_on_one_rank(group):
     with pytest.raises(ValueError) as error:
         average_gradients(net, [mesh["dp"], mesh["ep"]])
     torch.distributed.barrier(group)
-    return str(error.value), before, [param.grad for param in net.parameters()]
-
-
-def test_a_gradient_of_another_kind_on_one_rank_of_two_axes_is_an_error_of_all():
-    """The ranks of the other row do not take their mean, nor wait for this one at the other axis."""
-    for message, before, after in simulated.run(_other_kind_on_one_rank, 4):
-        assert "main_grad of parameter 3, of shape (1,), must be alike on all ranks" in message
-        assert all(map(torch.equal, before, after))
+    after = [param.grad for param in net.parameters()]
+    assert "main_grad of parameter 3, of shape (1,), must be alike on all ranks" in str(error.value)
+    assert all(map(torch.equal, before, after))

@@ -1,7 +1,5 @@
 """A data-parallel wrap over ranks that hold different shards: DDP is refused before it sends, FSDP2 is found."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -10,13 +8,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
+from tests.helpers.meshes import once_per_rank
 from tests.helpers.ranks import run, run_raises
 from tp_ext import debug
 
 pytestmark = pytest.mark.core
 
 
-@functools.cache
+@once_per_rank
 def _mesh(dp, tp):
     """One for the life of the ranks."""
     return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
 pytestmark = pytest.mark.core
@@ -105,34 +106,28 @@ def test_norm_and_clipped_gradients_are_those_of_the_unsharded_model(p, norm_typ
         torch.testing.assert_close(gathered(clipped, tables[0]), wanted, **close)
 
 
-def _norm_of(group, names, dtype):
-    """Norm of the gradients of some parameters alone, all of them ones."""
-    grads = {k: torch.ones(v.shape) for k, v in Model().named_parameters() if k in names}
-    return tp_ext.clip_grad_norm_(_with_grads(group, grads, dtype), 1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("names", [["norm.weight", "norm.bias"], ["attention.qkv.bias"], []], ids=str)
-def test_ranks_that_own_nothing(names, dtype):
+@on_ranks(4)
+def test_ranks_that_own_nothing(group, names, dtype):
     """Replicated gradients are rank 0's to count: the others have none, whatever the dtype, and send as much."""
+    # Norm of the gradients of some parameters alone, all of them ones.
     count = {0: 0, 1: 12, 2: 16}[len(names)]
-    for norm in ranks.run(_norm_of, 4, names, dtype):
-        assert norm.dtype == (dtype if names else torch.float32)
-        torch.testing.assert_close(norm.double(), torch.tensor(count**0.5).double(), rtol=1e-2, atol=0)
+    grads = {k: torch.ones(v.shape) for k, v in Model().named_parameters() if k in names}
+    norm = tp_ext.clip_grad_norm_(_with_grads(group, grads, dtype), 1.0)
+    assert norm.dtype == (dtype if names else torch.float32)
+    torch.testing.assert_close(norm.double(), torch.tensor(count**0.5).double(), rtol=1e-2, atol=0)
 
 
-def _largest(group):
+@on_ranks(4)
+def test_ranks_whose_shards_are_empty(group):
+    """2 features on 4 ranks: the last two have none, of which there is no largest."""
     layer = tp_ext.ColumnParallelLinear(3, 2, group=group)
     for param in layer.parameters():
         param.grad = torch.full_like(param, 2.0 + group.rank())
-    return tp_ext.grad_norm(layer, float("inf")), tp_ext.grad_norm(layer, 3.0)
-
-
-def test_ranks_whose_shards_are_empty():
-    """2 features on 4 ranks: the last two have none, of which there is no largest."""
-    for largest, cubes in ranks.run(_largest, 4):
-        assert largest == 3.0
-        torch.testing.assert_close(cubes, torch.tensor(4 * (2.0**3 + 3.0**3)) ** (1 / 3))
+    cubes = tp_ext.grad_norm(layer, 3.0)
+    assert tp_ext.grad_norm(layer, float("inf")) == 3.0
+    torch.testing.assert_close(cubes, torch.tensor(4 * (2.0**3 + 3.0**3)) ** (1 / 3))
 
 
 def _mixed(group):

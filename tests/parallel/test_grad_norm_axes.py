@@ -18,6 +18,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import model_and_optimizer
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import counts_by_kind
 from tp_ext.checkpoint.gather import gather_full, ranks_of
 from tp_ext.model.census import census
@@ -161,18 +162,15 @@ def test_pipelines(axes):
                 torch.testing.assert_close(grad, clipped[name], **close)
 
 
-def _count(group):
+@on_ranks(4)
+def test_one_number_per_axis_is_sent(group):
     mesh = mesh_of(2, 2, names=("dp", "tp"))
     model, _ = model_and_optimizer(mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
     backward(model, mesh["tp"])
     with CommDebugMode() as counts:
         tp_ext.clip_grad_norm_(model, 1.0)
-    return counts_by_kind(counts)
-
-
-def test_one_number_per_axis_is_sent():
-    assert ranks.run(_count, 4) == [{"all_reduce": 2}] * 4
+    assert counts_by_kind(counts) == {"all_reduce": 2}
 
 
 DTYPES = {
@@ -210,7 +208,8 @@ def test_stages_without_gradients_and_of_other_dtypes(dtypes, norm_type):
         assert count == sent == 1
 
 
-def _over_the_group_itself(group):
+@on_ranks(2)
+def test_dtensors_over_the_tensor_parallel_group_itself(group):
     """A DTensor of torch's own tensor parallelism next to our layers."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = nn.ModuleDict({"ours": tp_ext.ColumnParallelLinear(3, 4, False, group=mesh), "cut": nn.Linear(3, 4)})
@@ -219,37 +218,27 @@ def _over_the_group_itself(group):
     model["cut"].bias = nn.Parameter(distribute_tensor(bias, mesh, [Replicate()]))
     for param in model.parameters():
         param.grad = torch.ones_like(param)
-    return tp_ext.grad_norm(model, 2, group=mesh)
+    norm = tp_ext.grad_norm(model, 2, group=mesh)
+    torch.testing.assert_close(norm, torch.tensor((12 + 12 + 4) ** 0.5))
 
 
-def test_dtensors_over_the_tensor_parallel_group_itself():
-    for norm in ranks.run(_over_the_group_itself, 2):
-        torch.testing.assert_close(norm, torch.tensor((12 + 12 + 4) ** 0.5))
-
-
-def _main_grad(group):
+@on_ranks(2)
+def test_main_grad(group):
     layer = tp_ext.ColumnParallelLinear(3, 4, group=group, grad_accumulation_fusion=True)
     layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float64)
     layer(torch.ones(1, 3)).sum().backward()
     norm = tp_ext.clip_grad_norm_(layer, 1.0)
-    return norm, layer.weight.main_grad
+    grad = layer.weight.main_grad
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, torch.tensor(4.0).double())  # 12 weights and 4 biases, ones
+    torch.testing.assert_close(grad, torch.full((2, 3), 0.25).double(), rtol=1e-5, atol=0)
 
 
-def test_main_grad():
-    for norm, grad in ranks.run(_main_grad, 2):
-        assert norm.dtype == torch.float64
-        torch.testing.assert_close(norm, torch.tensor(4.0).double())  # 12 weights and 4 biases, ones
-        torch.testing.assert_close(grad, torch.full((2, 3), 0.25).double(), rtol=1e-5, atol=0)
-
-
-def _both(group):
+@on_ranks(2)
+def test_a_grad_next_to_main_grad_is_added(group):
     layer = tp_ext.ColumnParallelLinear(3, 4, False, group=group)
     layer.weight.grad, layer.weight.main_grad = torch.ones(2, 3), torch.ones(2, 3)  # of a tied weight's two layers
     norm = tp_ext.clip_grad_norm_(layer, 1.0)
-    return norm, layer.weight.grad + layer.weight.main_grad
-
-
-def test_a_grad_next_to_main_grad_is_added():
-    for norm, grad in ranks.run(_both, 2):
-        torch.testing.assert_close(norm, torch.tensor(48.0).sqrt())
-        torch.testing.assert_close(grad, torch.full((2, 3), 2 / 48**0.5), rtol=1e-5, atol=0)
+    grad = layer.weight.grad + layer.weight.main_grad
+    torch.testing.assert_close(norm, torch.tensor(48.0).sqrt())
+    torch.testing.assert_close(grad, torch.full((2, 3), 2 / 48**0.5), rtol=1e-5, atol=0)

@@ -225,7 +225,7 @@ def test_a_checkpoint_goes_on_at_another_mesh(tmp_path):
         pytest.param((1, 1, 2, 1), {"zero": 3}, marks=pytest.mark.exhaustive),
     ],
 )
-@on_ranks(2, backend="gloo", timeout=120)
+@on_ranks(2)
 def test_evaluation_is_that_of_one_process_and_changes_nothing(group, sizes, options):
     """Evaluation between two steps; its loss, and the losses with and without it."""
     with default_dtype(torch.float64):

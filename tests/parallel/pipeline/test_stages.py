@@ -192,8 +192,10 @@ def square(output, target):
     return (output - target.flatten()[:, None]).square().mean()
 
 
-def _sequential(group, path):
+@on_ranks(2)
+def test_sequential(group, tmp_path):
     """A mean as the loss, two steps accumulated, torch's way of passing inputs, evaluation, a checkpoint."""
+    path = tmp_path / "saved"
     mesh = mesh_of(2, 1, 1, 1)
     one, ids, target = sequential(), *batch(0)
     schedule = pipeline_stages(sequential(), mesh["pp"], schedule="ZBVZeroBubble", microbatches=4, loss=square)
@@ -217,10 +219,6 @@ def _sequential(group, path):
             param.zero_()
     tp_ext.load_checkpoint(path, one)
     assert torch.equal(one[2].up.weight, sequential()[2].up.weight)
-
-
-def test_sequential(tmp_path):
-    ranks.run(_sequential, 2, tmp_path / "saved")
 
 
 def _into_main_grad(param):
@@ -269,14 +267,23 @@ def test_meta(group):
     _same_gradients(schedule, whole)
 
 
-def _by_name(group, schedule, sp, meta):
+@pytest.mark.parametrize(
+    ("schedule", "p", "meta"),
+    [
+        ("Interleaved1F1B", 2, True),
+        ("1F1B", 2, False),
+        *(pytest.param(name, p, True, marks=pytest.mark.exhaustive) for name, p in (("DualPipeV", 2), ("1F1B", 4))),
+    ],
+)
+@on_ranks()
+def test_weights_and_masks_by_name_are_those_of_one_process(group, schedule, p, meta):
     """Weights of stages on meta and masks are those of the model in one process, which sees the batch at once."""
     mesh = mesh_of(2, 1, 1, group.size() // 2)
     tp_ext.manual_seed(3, mesh)
     one = model(dropout=0.3)
     tp_ext.reset_parameters(one)
     with torch.device("meta" if meta else "cpu"):
-        made = model(mesh["tp"], sp, dropout=0.3)
+        made = model(mesh["tp"], p > 2, dropout=0.3)
     if not meta:  # it has no names yet
         made.load_state_dict(one.state_dict())
     rows = BATCH // MICROBATCHES
@@ -294,18 +301,6 @@ def _by_name(group, schedule, sp, meta):
         loss.backward()
         torch.testing.assert_close(schedule.loss, loss.detach(), **CLOSE)
         _same_gradients(schedule, one)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "p", "meta"),
-    [
-        ("Interleaved1F1B", 2, True),
-        ("1F1B", 2, False),
-        *(pytest.param(name, p, True, marks=pytest.mark.exhaustive) for name, p in (("DualPipeV", 2), ("1F1B", 4))),
-    ],
-)
-def test_weights_and_masks_by_name_are_those_of_one_process(schedule, p, meta):
-    ranks.run(_by_name, p, schedule, p > 2, meta, timeout=120)
 
 
 class Sleeping(torch.autograd.Function):

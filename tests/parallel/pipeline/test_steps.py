@@ -58,7 +58,7 @@ def same_gradients(schedule, one):
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_a_first_stage_without_gradients(group, name):
     schedule, one = pipeline_stages(frozen(), group, schedule=name, microbatches=4, loss=mse), frozen()
     schedule.step(X, target=X + 1)
@@ -127,7 +127,7 @@ def test_tied_weights(group):
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-@on_ranks(1, backend="gloo")
+@on_ranks(1)
 def test_a_step_after_an_error(group, name):
     """A loss that raises once leaves the gradients of tied weights and nothing else behind."""
     calls = []
@@ -163,7 +163,7 @@ def test_a_step_after_an_error(group, name):
             torch.testing.assert_close(param.grad, want, msg=name, **CLOSE)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_evaluation_without_target(group):
     schedule = pipeline_stages(linears(), group, microbatches=2, loss=mse)
     for train in (False, True):
@@ -206,7 +206,7 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_a_parameter_that_fsdp_ignores(group):
     """A parameter that FSDP2 ignores keeps its dtype, and so gives the stage's output its own."""
     mesh = tp_ext.init_mesh("cpu", pp=2, dp=1)
