@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tp_ext
 from tests.helpers import ranks, simulated
 from tests.helpers.compression import Exchange
+from tests.helpers.on_ranks import on_ranks
 from tp_ext.low_precision import compress_gradients
 
 pytestmark = pytest.mark.core
@@ -143,7 +144,8 @@ def test_ddp_gives_the_same_means_in_any_buckets(p, view):
                 torch.testing.assert_close(left, expected, rtol=0, atol=1e-6 * float(exchange.errors[0].abs().max()))
 
 
-def resumed(group):
+@on_ranks(3)
+def test_a_resumed_run_has_the_same_bits(group):
     def run(handle, model, steps):
         for step in steps:
             for name, param in model.named_parameters():
@@ -178,11 +180,9 @@ def resumed(group):
         other.residual("bias")
 
 
-def test_a_resumed_run_has_the_same_bits():
-    simulated.run(resumed, 3)
-
-
-def not_finite(group, bad):
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@on_ranks(2)
+def test_a_block_that_is_not_finite_is_nan_on_all_ranks(group, bad):
     model = model_of()
     handle = compress_gradients(model, "int8", group=group)
     for name, param in model.named_parameters():
@@ -196,11 +196,6 @@ def not_finite(group, bad):
     assert grad[block].isnan().all() and grad.isnan().sum() == 64
     assert handle.residual("table").flatten()[block].eq(0).all() == (group.rank() == 1)
     assert handle.residual("table").isfinite().all()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_block_that_is_not_finite_is_nan_on_all_ranks(bad):
-    simulated.run(not_finite, 2, bad)
 
 
 def counted(group, dtype, small):
@@ -227,7 +222,8 @@ def test_bytes_on_the_wire(p):
             assert all(0.9 * most < share <= most for share in shares), (small, shares)
 
 
-def tensor_parallel(group):
+@on_ranks(4)
+def test_shards_of_tensor_parallelism(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = tp_ext.ParallelMLP(24, 36, group=mesh["tp"])
@@ -242,11 +238,8 @@ def tensor_parallel(group):
         assert torch.equal(model.get_parameter(name).grad, Exchange(2, 64, False, True)(both)), name
 
 
-def test_shards_of_tensor_parallelism():
-    ranks.run(tensor_parallel, 4)
-
-
-def refused(group):
+@on_ranks(2)
+def test_wrong_arguments(group):
     model = model_of()
     for message, options in (
         (r"compress: 'int4' must be one of", {"compress": "int4"}),
@@ -283,11 +276,8 @@ def refused(group):
         compress_gradients(model, "int8", group=group)
 
 
-def test_wrong_arguments():
-    simulated.run(refused, 2)
-
-
-def refused_under_wrappers(group):
+@on_ranks(2, backend="gloo")
+def test_wrappers_that_are_refused(group):
     ddp = DistributedDataParallel(Sum(), process_group=group)
     with pytest.raises(ValueError, match=r"group: .* must not be given with DDP"):
         compress_gradients(ddp, "int8", group=group)
@@ -311,10 +301,6 @@ def refused_under_wrappers(group):
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match=r"weight: a DTensor must not be compressed: FSDP2"):
         compress_gradients(sharded, "int8", group=group)
-
-
-def test_wrappers_that_are_refused():
-    ranks.run(refused_under_wrappers, 2)
 
 
 def copies(group, head_dim):

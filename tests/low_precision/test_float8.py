@@ -11,6 +11,7 @@ from torch import nn
 import tp_ext
 from tests.helpers import simulated
 from tests.helpers.float8 import rounded
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ColumnParallelLinear, Part, RowParallelLinear, _ops
 from tp_ext.low_precision import Float8, float8
 
@@ -216,7 +217,9 @@ def test_experts_on_ranks(axis, scaling):
         assert (got - expected).norm() < 5e-3 * expected.norm()
 
 
-def not_finite(group, scaling):
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@on_ranks(2)
+def test_an_inf_is_nan_in_its_own_row_alone(group, scaling):
     torch.manual_seed(0)
     layer = RowParallelLinear(8, 6, group=group)
     float8(layer, Float8(scaling))
@@ -229,11 +232,6 @@ def not_finite(group, scaling):
     assert bad[rows].isfinite().all()
     if scaling == "row":
         assert torch.equal(bad[rows], clean[rows])
-
-
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_an_inf_is_nan_in_its_own_row_alone(scaling):
-    simulated.run(not_finite, 2, scaling)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
@@ -294,36 +292,8 @@ def test_filters_linears_of_torch_and_autocast():
     assert x.grad.dtype == model[0].weight.grad.dtype == torch.float32
 
 
-def refused(group):
-    layer = ColumnParallelLinear(8, 8, group=group)
-    for kind, message, call in (
-        (TypeError, "model: 3 must be a module", lambda: float8(3)),
-        (TypeError, "recipe: 'row' must be a Float8", lambda: float8(layer, "row")),
-        (ValueError, "model: must have a linear", lambda: float8(nn.ReLU())),
-        (ValueError, "scaling: 'block' must be one of", lambda: Float8("block")),
-        (ValueError, "forward: 'e3m4' must be one of", lambda: Float8(forward="e3m4")),
-        (ValueError, "gradient: 'int8' must be one of", lambda: Float8(gradient="int8")),
-        (
-            ValueError,
-            "model: float8: dtype torch.float64 must be",
-            lambda: float8(ColumnParallelLinear(4, 4, group=group).double()),
-        ),
-        (
-            ValueError,
-            "model: float8: must not be combined with grad_accumulation_fusion",
-            lambda: float8(ColumnParallelLinear(4, 4, group=group, grad_accumulation_fusion=True)),
-        ),
-    ):
-        with pytest.raises(kind, match=re.escape(message)):
-            call()
-    float8(layer)
-    with pytest.raises(ValueError, match="model: must not be converted or quantised already"):
-        float8(layer)
-    with pytest.raises(TypeError, match="x: dtype Double must be float32, bfloat16 or float16 with float8"):
-        layer(torch.randn(3, 8, dtype=torch.float64))
-
-
-def composed(group):
+@on_ranks(2)
+def test_constructors(group):
     """The constructors' float8 is the function's."""
     recipe = Float8("row")
     place = {"group": group, "float8": recipe}
@@ -358,9 +328,31 @@ def composed(group):
         ColumnParallelLinear(8, 8, group=group, float8="e4m3")
 
 
-def test_constructors():
-    simulated.run(composed, 2)
-
-
-def test_wrong_arguments():
-    simulated.run(refused, 2)
+@on_ranks(2)
+def test_wrong_arguments(group):
+    layer = ColumnParallelLinear(8, 8, group=group)
+    for kind, message, call in (
+        (TypeError, "model: 3 must be a module", lambda: float8(3)),
+        (TypeError, "recipe: 'row' must be a Float8", lambda: float8(layer, "row")),
+        (ValueError, "model: must have a linear", lambda: float8(nn.ReLU())),
+        (ValueError, "scaling: 'block' must be one of", lambda: Float8("block")),
+        (ValueError, "forward: 'e3m4' must be one of", lambda: Float8(forward="e3m4")),
+        (ValueError, "gradient: 'int8' must be one of", lambda: Float8(gradient="int8")),
+        (
+            ValueError,
+            "model: float8: dtype torch.float64 must be",
+            lambda: float8(ColumnParallelLinear(4, 4, group=group).double()),
+        ),
+        (
+            ValueError,
+            "model: float8: must not be combined with grad_accumulation_fusion",
+            lambda: float8(ColumnParallelLinear(4, 4, group=group, grad_accumulation_fusion=True)),
+        ),
+    ):
+        with pytest.raises(kind, match=re.escape(message)):
+            call()
+    float8(layer)
+    with pytest.raises(ValueError, match="model: must not be converted or quantised already"):
+        float8(layer)
+    with pytest.raises(TypeError, match="x: dtype Double must be float32, bfloat16 or float16 with float8"):
+        layer(torch.randn(3, 8, dtype=torch.float64))

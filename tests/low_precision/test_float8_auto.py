@@ -8,6 +8,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_gradients import same_gradients
 from tp_ext.low_precision import Float8, float8
 
@@ -24,7 +25,10 @@ class Block(nn.Module):
         return self.norm(x + self.down(torch.relu(self.gate(y)) * self.up(y)))
 
 
-def automatic(group, scaling, sequence_parallel):
+@pytest.mark.parametrize("scaling", ("tensor", "row"))
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_models_of_auto(group, scaling, sequence_parallel):
     """A step of a model that auto has sharded, next to one of the unsharded model, both in float8."""
     torch.manual_seed(0)
     dense, ids = Block(), torch.randint(11, (2, 6))
@@ -37,12 +41,6 @@ def automatic(group, scaling, sequence_parallel):
         (y * torch.linspace(-1, 1, 16)).square().sum().backward()
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     same_gradients(dense, sharded, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("scaling", ("tensor", "row"))
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_models_of_auto(scaling, sequence_parallel):
-    simulated.run(automatic, 2, scaling, sequence_parallel)
 
 
 def whole_on_its_tokens(group):

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tp_ext
 from tests.helpers import simulated
 from tests.helpers.float8 import rounded
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ColumnParallelLinear, ParallelMLP, RowParallelLinear, _ops
 from tp_ext.debug import count_collectives
 from tp_ext.low_precision import Float8, float8, quantize_
@@ -57,7 +58,9 @@ def test_a_max_reduce_each_way_is_all_that_is_added():
     assert numbers == {"all_reduce": 2 + 2} and row["all_reduce"] == 2 * 8 * 64 * 2 + 4 * (8 + 64 + 8 + 64)
 
 
-def copied_heads(group, scaling):
+@pytest.mark.parametrize("scaling", SCALINGS)
+@on_ranks(2, 4)
+def test_copied_heads_quantise_each_part_of_their_sum(group, scaling):
     torch.manual_seed(0)
     attention = tp_ext.ParallelAttention(16, 4, num_kv_heads=1, group=group)
     layer = attention.qkv
@@ -86,12 +89,6 @@ def copied_heads(group, scaling):
     for got, exact in ((x.grad, total @ weight), (grads["qkv.weight"], total.t() @ x.detach())):
         assert (got - exact).norm() < 0.06 * exact.norm()
     torch.testing.assert_close(grads["qkv.bias"], total.sum(0))
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("p", [2, 4])
-def test_copied_heads_quantise_each_part_of_their_sum(p, scaling):
-    simulated.run(copied_heads, p, scaling)
 
 
 def compiled(group, scaling):

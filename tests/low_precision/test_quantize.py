@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tp_ext
 from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import ColumnParallelLinear, Part, RowParallelLinear
 from tp_ext.low_precision import dequantize, quantize_
 
@@ -257,7 +258,9 @@ def test_memory_copies_and_filters():
     assert y.dtype == torch.bfloat16
 
 
-def _experts(group):
+@on_ranks(2)
+def test_shared_experts(group):
+    """Their products run during the exchange of tokens, by operators that layers of few bits do not have."""
     torch.manual_seed(0)
     moe = tp_ext.ParallelMoE(32, 64, 4, 2, shared_experts=1, group=None, expert_group=group)
     x = torch.randn(8, 32).requires_grad_()
@@ -270,12 +273,8 @@ def _experts(group):
         assert 0 < (value - like).norm() < 0.02 * like.norm()
 
 
-def test_shared_experts():
-    """Their products run during the exchange of tokens, by operators that layers of few bits do not have."""
-    simulated.run(_experts, 2)
-
-
-def _latent(group):
+@on_ranks(1, 2)
+def test_latent_attention_with_a_cache(group):
     torch.manual_seed(0)
     sizes = {"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     attention = tp_ext.ParallelLatentAttention(32, 4, group=group, **sizes)
@@ -287,11 +286,6 @@ def _latent(group):
         steps = [attention(part.flatten(0, 1), batch_size=2, cache=cache) for part in x.split([4, 1, 1], 1)]
     got = torch.cat([step.view(2, -1, 32) for step in steps], 1)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("p", [1, 2])
-def test_latent_attention_with_a_cache(p):
-    simulated.run(_latent, p)
 
 
 def _nan(group):
