@@ -89,7 +89,7 @@ def _calls(p, rank):
 
 @pytest.mark.core
 @EVERY_P
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_every_call_of_torch_distributed(group):
     for name, (call, kind, payload, wire) in _calls(group.size(), group.rank()).items():
         with count_collectives() as counts:
@@ -101,7 +101,7 @@ def test_every_call_of_torch_distributed(group):
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_messages(group):
     p, rank = group.size(), group.rank()
     with count_collectives() as counts:

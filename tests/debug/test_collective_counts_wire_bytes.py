@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tp_ext
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of
 from tests.helpers.ranks import run
 from tp_ext.debug import count_collectives
@@ -55,18 +56,16 @@ def _counted(call):
         call()
 
 
-def _independent_counter(group, sp):
-    call = step(group, sp)
-    call()  # gloo connects
-    return [written(one) for one in (call, lambda: _counted(call), call, lambda: count_collectives_of(call))]
-
-
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/self/io is Linux's")
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("p", [2, 3])
-def test_counting_changes_no_collective(p, sp):
-    for plain, counted, again, traced in run(_independent_counter, p, sp):
-        assert plain == counted == again == traced > 0
+@on_ranks(2, 3, backend="gloo")
+def test_counting_changes_no_collective(group, sp):
+    call = step(group, sp)
+    call()  # gloo connects
+    plain, counted, again, traced = [
+        written(one) for one in (call, lambda: _counted(call), call, lambda: count_collectives_of(call))
+    ]
+    assert plain == counted == again == traced > 0
 
 
 def _to_the_byte(group):
@@ -118,7 +117,8 @@ def test_eager_compiled_and_traced_are_counted_alike(sp):
         assert eager == compiled == traced and eager
 
 
-def _backends(group):
+@on_ranks(2, 3, backend="gloo")
+def test_the_backend_does_not_matter(group):
     """A step over the pool's gloo and over shared memory."""
     found = []
     for one in (group, dist.new_group(backend="tp_shm")):
@@ -127,17 +127,15 @@ def _backends(group):
             call()
         assert {row.group for row in counts.rows} == {one.group_name}
         found.append(sorted((row.kind, row.payload, row.number) for row in counts.rows))
-    return found
+    gloo, shared_memory = found
+    assert gloo == shared_memory and gloo
 
 
-@pytest.mark.parametrize("p", [2, 3])
-def test_the_backend_does_not_matter(p):
-    for gloo, shared_memory in run(_backends, p):
-        assert gloo == shared_memory and gloo
-
-
-def _data_parallel(group):
+@pytest.mark.core
+@on_ranks(4)
+def test_ddp_and_fsdp2(group):
     """Over a data axis: gradients of DDP in buckets, parameters and gradients of FSDP2 in flat tensors."""
+    params = 4 * (8 * 8 + 8 + 8 * 8 + 8)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for wrap in ("ddp", "fsdp"):
@@ -152,12 +150,6 @@ def _data_parallel(group):
             wrapped(torch.ones(3, 8)).sum().backward()
         found.append({(row.kind, row.payload): row.number for row in counts.select(group=mesh["dp"]).rows})
         assert counts.select(group=mesh["tp"]).by_kind() == {"all_reduce": 1}  # x needs no gradient
-    return found
-
-
-@pytest.mark.core
-def test_ddp_and_fsdp2():
-    params = 4 * (8 * 8 + 8 + 8 * 8 + 8)
-    for ddp, fsdp in run(_data_parallel, 4):
-        assert ddp == {("all_reduce", params): 1}
-        assert fsdp == {("all_gather", params): 1, ("reduce_scatter", params): 1}
+    ddp, fsdp = found
+    assert ddp == {("all_reduce", params): 1}
+    assert fsdp == {("all_gather", params): 1, ("reduce_scatter", params): 1}

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import tp_ext
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run, run_raises
 from tp_ext.debug import sha256
 
@@ -69,17 +70,14 @@ CHANGES = {
 }
 
 
-def _changed(group, name):
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2)
+def test_any_change(group, name):
     model = _model(group)
     before = sha256(model)
     if group.rank() == 1 or "shard" not in name:
         CHANGES[name](model)
-    return before != sha256(model)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_any_change(name):
-    assert run(_changed, 2, name) == [True] * 2
+    assert before != sha256(model)
 
 
 class _Extra(nn.Linear):

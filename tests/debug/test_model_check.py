@@ -11,6 +11,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import tp_ext
+from tests.helpers.meshes import once_per_rank
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import RankError, run, run_raises
 from tp_ext import debug
 from tp_ext.debug import simulate
@@ -55,7 +57,9 @@ def _trained(group, sequence_parallel=False, steps=1):
 # Healthy models
 
 
-def _healthy(group, sequence_parallel):
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@on_ranks(1, 2, 4)
+def test_nothing_is_found_in_a_healthy_model(group, sequence_parallel):
     model = _trained(group, sequence_parallel)
     debug.assert_replicated(model, group=group)
     debug.check(model, group=group)
@@ -64,13 +68,7 @@ def _healthy(group, sequence_parallel):
     debug.check(model.bfloat16())
     debug.check(nn.Linear(3, 3), group=group)
     debug.assert_replicated(torch.tensor(float("nan")), group=group)
-    return debug.findings(Model(group, device="meta"), group=group)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("p", [1, 2, 4])
-def test_nothing_is_found_in_a_healthy_model(p, sequence_parallel):
-    assert run(_healthy, p, sequence_parallel) == [[]] * p
+    assert debug.findings(Model(group, device="meta"), group=group) == []
 
 
 def _inside(group, same):
@@ -258,7 +256,7 @@ def test_a_check_takes_two_exchanges_for_any_number_of_findings():
     assert found[-1] == "10: must be the same on all ranks that hold it"
 
 
-@functools.cache
+@once_per_rank
 def _groups(ranks):
     """One of each; they live as long as the ranks do."""
     return [torch.distributed.new_group(pair) for pair in ranks]

@@ -9,7 +9,8 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.meshes import mesh_of
-from tests.helpers.ranks import run, run_raises
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.ranks import run_raises
 from tp_ext import debug
 
 pytestmark = pytest.mark.core
@@ -128,7 +129,8 @@ def test_check_finds(defect):
     assert len(set(messages)) == 1, "not the same on all ranks"
 
 
-def _alike(group):
+@on_ranks(2)
+def test_equal_gradients_of_a_right_program_are_no_finding(group):
     """Programs that are right, with gradients that are alike: of sums, of equal weights, of rows that are not used."""
     found = []
     for last in (False, True):
@@ -142,21 +144,14 @@ def _alike(group):
     sparse(torch.tensor([1, 2, 1])).square().sum().backward()
     found += debug.findings(sparse, group=group)
     model(torch.arange(12.0).view(3, 4)).square().sum().backward()
-    return found + debug.findings(model, group=group)
+    assert found + debug.findings(model, group=group) == []
 
 
-def test_equal_gradients_of_a_right_program_are_no_finding():
-    assert run(_alike, 2) == [[], []]
-
-
-def _experts(group):
-    model = tp_ext.ParallelMoE(4, 6, 4, 2, expert_group=group, group=None)
-    return debug.findings(model)
-
-
-def test_experts_alone_are_sharded():
+@on_ranks(2)
+def test_experts_alone_are_sharded(group):
     """No layer has a tensor-parallel group."""
-    assert run(_experts, 2) == [[], []]
+    model = tp_ext.ParallelMoE(4, 6, 4, 2, expert_group=group, group=None)
+    assert debug.findings(model) == []
 
 
 def _over_data(group, what):

@@ -6,6 +6,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import debug
 
 pytestmark = pytest.mark.core
@@ -82,18 +83,15 @@ def test_an_optimizer_made_too_early():
     assert len(ranks.run(_optimizers, 1)[0]) == 1
 
 
-def _in_blocks(group):
+@on_ranks(2, backend="gloo")
+def test_what_has_other_bits_for_another_number_of_ranks(group):
     with tp_ext.tp_invariant():
         activated, mlp = Block(group), tp_ext.ParallelMLP(4, 8, group=group)
     mixed = nn.Sequential(mlp, tp_ext.RMSNorm(4, group=group), tp_ext.ParallelMLP(4, 8, group=group))
-    return {
+    found = {
         name: debug.findings(model, group=group) for name, model in (("act", activated), ("mixed", mixed), ("", mlp))
     }
-
-
-def test_what_has_other_bits_for_another_number_of_ranks():
-    for found in ranks.run(_in_blocks, 2):
-        assert found["act"][0].startswith("act: nn.GELU must not be between linears built in tp_invariant")
-        (sentence,) = found["mixed"]
-        assert sentence.startswith("1: must be built in tp_invariant, as 0: ") and "3 more layers" in sentence
-        assert not found[""]
+    assert found["act"][0].startswith("act: nn.GELU must not be between linears built in tp_invariant")
+    (sentence,) = found["mixed"]
+    assert sentence.startswith("1: must be built in tp_invariant, as 0: ") and "3 more layers" in sentence
+    assert not found[""]

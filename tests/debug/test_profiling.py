@@ -6,7 +6,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import debug
 
 pytestmark = pytest.mark.core
@@ -17,7 +17,8 @@ class Failing(nn.Module):
         raise ArithmeticError
 
 
-def _profiled(group):
+@on_ranks(2, backend="gloo")
+def test_operators_and_collectives_lie_in_the_range_of_their_module(group):
     model = nn.Sequential(tp_ext.RMSNorm(4, group=group), nn.Sequential(tp_ext.ParallelMLP(4, 8, group=group)))
     x = torch.ones(3, 4)
     want = model(x)
@@ -31,15 +32,10 @@ def _profiled(group):
             path.insert(0, above.name)
             above = above.cpu_parent
         paths.setdefault(event.name, path)
-    return paths
-
-
-def test_operators_and_collectives_lie_in_the_range_of_their_module():
-    for paths in ranks.run(_profiled, 2):
-        down = ["Sequential", "1 (Sequential)", "1.0 (ParallelMLP)", "1.0.down (RowParallelLinear)"]
-        assert paths["1.0.down (RowParallelLinear)"] == down
-        assert paths["c10d::allreduce_"][: len(down)] == down
-        assert paths["tp_ext::_rms_norm_fwd"][:2] == ["Sequential", "0 (RMSNorm)"]
+    down = ["Sequential", "1 (Sequential)", "1.0 (ParallelMLP)", "1.0.down (RowParallelLinear)"]
+    assert paths["1.0.down (RowParallelLinear)"] == down
+    assert paths["c10d::allreduce_"][: len(down)] == down
+    assert paths["tp_ext::_rms_norm_fwd"][:2] == ["Sequential", "0 (RMSNorm)"]
 
 
 def test_a_forward_that_raises_ends_its_range():

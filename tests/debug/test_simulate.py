@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import small_gpt
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run, run_fresh
 from tests.helpers.region_maps import cases
 from tp_ext import debug
@@ -323,7 +324,8 @@ def test_counts_are_those_of_the_rank_that_counts():
     assert counts.by_kind() == {}  # a simulation communicates nothing for those who run it
 
 
-def _inside_of_a_rank_of_processes(world):
+@on_ranks(2, backend="gloo")
+def test_a_default_group_is_left_alone(world):
     before, real = dist.group.WORLD, (dist.get_rank(), dist.get_world_size())
 
     def inside(rank, group):
@@ -334,8 +336,5 @@ def _inside_of_a_rank_of_processes(world):
     results = simulate(inside, 3)
     assert dist.group.WORLD is before and (dist.get_rank(), dist.get_world_size()) == real
     dist.all_reduce(x := torch.ones(2))
-    return results, x[0].item()
-
-
-def test_a_default_group_is_left_alone():
-    assert run(_inside_of_a_rank_of_processes, 2) == [([(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)], 2.0)] * 2
+    assert results == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]
+    assert x[0].item() == 2.0
