@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import tp_ext
-from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tests.mesh_program.cases import FIXED_LENGTHS, LENGTH_READS, LENGTHS
 from tests.mesh_program.test_families import _arguments
 from tp_ext import P, lax
@@ -226,7 +226,8 @@ def test_no_attribute_of_a_tensor_gives_python_what_differs_between_ranks(masked
     assert [key for key in read[0] if read[0][key] != read[1][key]] == []
 
 
-def _by_keywords(group):
+@on_ranks(2)
+def test_arguments_by_keywords(group):
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("x",))
     x, w = torch.arange(8.0).view(4, 2), torch.arange(6.0).view(2, 3).requires_grad_()
 
@@ -260,7 +261,3 @@ def _by_keywords(group):
     ):
         with pytest.raises(error, match=message):
             call()
-
-
-def test_arguments_by_keywords():
-    simulated.run(_by_keywords, 2)

@@ -44,7 +44,8 @@ def test_operators(group):
                 torch.testing.assert_close(one, functions[name](x), msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _writes(group):
+@on_ranks(2)
+def test_writes_and_reads_of_what_varies_are_refused(group):
     mesh, unseen = _mesh(2), []
     for name, write in WRITES.items():
         u = torch.zeros(4, 3)
@@ -60,11 +61,7 @@ def _writes(group):
             unseen.append(name)
         except VaryingValueError:
             continue
-    return unseen
-
-
-def test_writes_and_reads_of_what_varies_are_refused():
-    assert ranks.run(_writes, 2) == [[]] * 2
+    assert unseen == []
 
 
 def _arguments(a):
@@ -98,7 +95,8 @@ def _out_names():
     return sorted(n for n in found if hasattr(torch, n) and n not in CREATED_WITH_OUT)
 
 
-def _in_place_and_out(group):
+@on_ranks(2, backend="gloo", timeout=300)
+def test_all_in_place_and_out_operators_of_torch_are_refused(group):
     """Names of operators of torch whose writes are not refused, and the number that are."""
     mesh, plain = _mesh(2), torch.arange(12.0).view(4, 3) + 1
     unseen, seen = [], 0
@@ -128,17 +126,12 @@ def _in_place_and_out(group):
             except RuntimeError as e:
                 if not re.search("out|dtype", str(e)):  # nor a result that torch refuses to write
                     unseen.append(f"{name}: {e}")
-    return unseen, seen
-
-
-def test_all_in_place_and_out_operators_of_torch_are_refused():
-    for unseen, seen in ranks.run(_in_place_and_out, 2, timeout=300):
-        assert unseen == ["chain_matmul"]  # torch forgets out: docs/guide/mesh.md
-        assert seen > 250
+    assert unseen == ["chain_matmul"]  # torch forgets out: docs/guide/mesh.md
+    assert seen > 250
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_results_of_uneven_shards(group):
     p, x = group.size(), torch.arange(20.0, dtype=torch.float64).view(10, 2).requires_grad_()
     mesh = _mesh(p)
@@ -230,7 +223,7 @@ def test_exchanges_over_two_axes(x, y):
     ranks.run(_exchanges, x * y, x, y)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_dtypes(group):
     """psum, pmean, pmax, pmin of all ranks' values, for every dtype: numbers by stack, booleans counted."""
     mesh = _mesh(2)
@@ -289,7 +282,7 @@ def test_structures_and_numbers(run):
     run(_structures, 2)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_second_derivatives_of_pmax_and_pmin(group):
     """Of pmax and pmin as of amax and amin over the ranks' values: equal ones, some equal, all different, alike."""
     mesh, p = _mesh(group.size()), group.size()
@@ -326,7 +319,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("check", [True, False])
-@on_ranks(2, backend="gloo", timeout=300)
+@on_ranks(2, backend="gloo")
 def test_transforms_around_a_map(group, check):
     """Around of a map: grad, vjp, jacrev, grad of grad, jvp of grad, vmap of grad and grad of vmap."""
     mesh, x = _mesh(2), torch.randn(4, 2, dtype=torch.float64)
@@ -388,7 +381,7 @@ def test_transforms_inside_of_a_map(group):
             _over(mesh, function, P("x"), P())(x)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_random_numbers_of_a_ranks_own(group):
     mesh, both = _mesh(2, 2), P(("x", "y"))
 

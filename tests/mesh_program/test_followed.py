@@ -45,7 +45,7 @@ class Pair:
     x: torch.Tensor
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_structures_of_results(group):
     x = torch.arange(4.0)
     point = _over(lambda a: Point(a, a + 1), out_specs=(X, X))(x)

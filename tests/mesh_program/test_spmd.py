@@ -95,7 +95,7 @@ def test_checkpointing_inside_and_outside(group):
             found.sum().backward()
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_maps_inside_of_maps(group):
     torch.manual_seed(0)
     mesh, (a, b) = _mesh(2, 2), (_random(4, 6), _random(6, 4))
@@ -114,7 +114,7 @@ def test_maps_inside_of_maps(group):
         tp_ext.spmd(mesh["x"], in_specs=P("x"), out_specs=P("x"))(lambda a: rows(a, b))(a)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_full_tensors_dtensors_local_ones_and_structures(group):
     torch.manual_seed(0)
     mesh, rank = _mesh(2, 1), group.rank()
@@ -143,7 +143,7 @@ def test_full_tensors_dtensors_local_ones_and_structures(group):
     assert torch.equal(got[2], torch.full_like(local, 2))
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_gradients_inside_of_a_map(group):
     """Gradients that a program takes inside of a map vary as the inputs do."""
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def test_gradients_inside_of_a_map(group):
     torch.testing.assert_close(gradient(w, x), want, **CLOSE)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_unchecked(group):
     torch.manual_seed(0)
     w, x = _random(3, 2), _random(4, 3)
@@ -176,8 +176,10 @@ def test_unchecked(group):
     _close(loss(w, x), (x @ w).square().sum(), (w, x))
 
 
-def _collectives(group):
-    """Numbers of collectives and their bytes: none of what need not be sent."""
+@on_ranks(2)
+def test_collectives_are_those_of_the_megatron_mlp(group):
+    """Forward one all-reduce; backward one for x, and the gathers of the gradients of the two full weights."""
+    # Numbers of collectives and their bytes: none of what need not be sent.
     inputs = _random(4, 6), _random(6, 3), _random(4, 4)
     mapped = tp_ext.spmd(_mesh(2, 1), in_specs=SPECS, out_specs=P("y"))(_mlp)
     with tp_ext.debug.count_collectives() as counts:
@@ -185,21 +187,17 @@ def _collectives(group):
     forward = counts.by_kind()
     with tp_ext.debug.count_collectives() as counts:
         loss.backward()
-    return forward, counts.by_kind()
+    assert forward == {"all_reduce": 1}
+    assert counts.by_kind() == {"all_reduce": 1, "all_gather": 2}
 
 
-def test_collectives_are_those_of_the_megatron_mlp():
-    """Forward one all-reduce; backward one for x, and the gathers of the gradients of the two full weights."""
-    assert ranks.run(_collectives, 2) == [({"all_reduce": 1}, {"all_reduce": 1, "all_gather": 2})] * 2
-
-
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_a_result_falsely_claimed_replicated_is_named_with_its_line(group):
     with pytest.raises(VaryingValueError, match=r"the result of .*test_spmd\.py:\d+ varies"):
         tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P())(lambda x: x + 1)(torch.ones(4))
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
     mesh, x = _mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
     twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: lax.psum(x, "x"))(x)
@@ -212,7 +210,7 @@ def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
     assert repr(P("x", None, ("y", "z"))) == "P('x', None, ('y', 'z'))" and P("x") == P(("x",)) != P("x").local()
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_several_axes(group):
     """Collectives over two axes: the first of the tuple is the outermost."""
     mesh, both = _mesh(2, 2), ("x", "y")

@@ -42,7 +42,7 @@ UNEVEN_GATHERS = {  # by what they compute of all rows
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_gathers_of_uneven_shards(group):
     mesh = _mesh(group.size())
     for rows, (name, (program, want)), invariant in itertools.product((1, 7), UNEVEN_GATHERS.items(), (True, False)):
@@ -59,7 +59,7 @@ def test_gathers_of_uneven_shards(group):
 
 
 @pytest.mark.parametrize("p", [2, 3])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_other_collectives_of_uneven_shards(group):
     mesh, x = _mesh(group.size()), torch.ones(7, 6)
     for name, function in {
