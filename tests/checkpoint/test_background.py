@@ -17,6 +17,7 @@ import torch.distributed as dist
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.numbered import build, fill
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
 from tp_ext._object_collectives import all_gather_objects, call_and_combine
 from tp_ext.checkpoint import background, directory, plan_exchange
@@ -263,8 +264,10 @@ def test_a_program_that_ends_waits(program, tmp_path):
         assert loaded(path) == 7
 
 
-def _change(group, path):
+@on_ranks(2, backend="gloo")
+def test_plans_are_those_of_each_save(group, tmp_path):
     """One plan after the other over one group: another model, more state, state on one rank alone, the same again."""
+    path = tmp_path / "saved"
     alone = dist.new_group([0])
     model, optimizer = build(group)
     fill(model, optimizer, 1)
@@ -282,17 +285,14 @@ def _change(group, path):
             ValueError, match=r"process_group: its ranks hold 384 elements of 'model.0.weight' and must"
         ):
             tp_ext.save_checkpoint(path, model, process_group=alone)
-    return found
+    assert [mine for _, mine in found] == [False] * 4 + [True]
+    sizes = [size for size, _ in found]
+    assert sizes[0] == 4 and sizes[1] == 2 and sizes[2] == sizes[3] > 20 and sizes[4] == 5
 
 
-def test_plans_are_those_of_each_save(tmp_path):
-    for found in ranks.run(_change, 2, tmp_path / "saved"):
-        assert [mine for _, mine in found] == [False] * 4 + [True]
-        sizes = [size for size, _ in found]
-        assert sizes[0] == 4 and sizes[1] == 2 and sizes[2] == sizes[3] > 20 and sizes[4] == 5
-
-
-def _over_groups(group, path):
+@on_ranks(2, backend="gloo")
+def test_plans_of_destroyed_groups_and_large_ones_are_not_kept(group, tmp_path):
+    path = tmp_path / "saved"
     model = tp_ext.ColumnParallelLinear(4, 4, group=group)
     other = dist.new_group([0, 1])
     tp_ext.save_checkpoint(path, model, process_group=other)
@@ -308,7 +308,3 @@ def _over_groups(group, path):
     kept = {one.group for one in plan_exchange._last.values()}
     assert not kept & {other, own, background._groups[group.group_name][1]}
     assert other.group_name not in background._groups
-
-
-def test_plans_of_destroyed_groups_and_large_ones_are_not_kept(tmp_path):
-    ranks.run(_over_groups, 2, tmp_path / "saved")

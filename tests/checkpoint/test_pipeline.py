@@ -13,6 +13,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import assert_same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.stages import dense, optimizer_of, stages, step
 
 pytestmark = pytest.mark.core
@@ -216,24 +217,21 @@ def test_strict_loads_see_all_stages(tmp_path):
         ranks.run(_misses, 2, tmp_path, keys, match)
 
 
-def _same_name(group, path):
+@on_ranks(2)
+def test_one_name_in_two_stages_is_an_error(group, tmp_path):
     mesh = mesh_of(2, 1, 1, 1)
     stage = nn.ModuleDict({"norm": tp_ext.RMSNorm(4, group=mesh["tp"])})
     words = r"'norm.weight' is in the stages \[0, 1\] of the pipeline"
     for call in (
         lambda: tp_ext.full_state_dict(stage, mesh=mesh),
-        lambda: tp_ext.save_checkpoint(path / "saved", stage, mesh=mesh),
-        lambda: tp_ext.save_safetensors(path / "export", stage, mesh=mesh),
+        lambda: tp_ext.save_checkpoint(tmp_path / "saved", stage, mesh=mesh),
+        lambda: tp_ext.save_safetensors(tmp_path / "export", stage, mesh=mesh),
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    assert not (path / "saved").exists() and not (path / "export").exists()
-    return tp_ext.debug.findings(stage, mesh=mesh)
-
-
-def test_one_name_in_two_stages_is_an_error(tmp_path):
-    for found in ranks.run(_same_name, 2, tmp_path):
-        assert len(found) == 1 and "norm.weight: is in the stages [0, 1] of the pipeline and must be in one" in found[0]
+    assert not (tmp_path / "saved").exists() and not (tmp_path / "export").exists()
+    found = tp_ext.debug.findings(stage, mesh=mesh)
+    assert len(found) == 1 and "norm.weight: is in the stages [0, 1] of the pipeline and must be in one" in found[0]
 
 
 def _groups_differ(group, option):

@@ -15,6 +15,7 @@ import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
 from tests.helpers.models import FP64, model_and_optimizer, train
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # sums over ranks in another order
@@ -155,7 +156,10 @@ def _plain(path):
 # Asynchronously
 
 
-def _async(group, path, writer):
+@pytest.mark.parametrize("writer", [False, True], ids=["staged by DCP", "staged by the writer"])
+@on_ranks(2, backend="gloo")
+def test_an_asynchronous_save_has_the_state_of_the_moment_of_the_call(group, writer, tmp_path):
+    path = tmp_path / "saved"
     model, optimizer = model_and_optimizer(group)
     train(model, optimizer, group, 1)
     own = dist.new_group(backend="gloo")  # its collectives must not mix with the training's
@@ -167,8 +171,3 @@ def _async(group, path, writer):
     model, optimizer = model_and_optimizer(group, seed=8)
     tp_ext.load_checkpoint(path, model, optimizer)
     assert torch.equal(train(model, optimizer, group, 3), want)
-
-
-@pytest.mark.parametrize("writer", [False, True], ids=["staged by DCP", "staged by the writer"])
-def test_an_asynchronous_save_has_the_state_of_the_moment_of_the_call(writer, tmp_path):
-    ranks.run(_async, 2, tmp_path / "saved", writer)
