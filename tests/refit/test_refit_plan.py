@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import tp_ext
 from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.peak_memory import Peak
 from tests.helpers.ranks import run
 from tests.refit import drawn
@@ -83,7 +84,9 @@ def test_random_pairs_over_shared_memory():
         run(_over_shared_memory, p, by_size[p][:6])
 
 
-def _measured(group, atomic):
+@pytest.mark.parametrize("atomic", [True, False])
+@on_ranks(2)
+def test_later_runs_send_buckets_and_a_confirmation_in_bounded_memory(group, atomic):
     """From rows to columns: half of what a rank gets comes from the other."""
     source = tp_ext.ColumnParallelLinear(64, 32, bias=False, group=group)
     target = tp_ext.RowParallelLinear(64, 32, bias=False, group=group)
@@ -93,20 +96,18 @@ def _measured(group, atomic):
         moved = plan.run()
     with Peak() as peak:
         plan.run()
-    return moved, plan.bytes, counted.by_kind(), peak.most
+    kinds = counted.by_kind()
+    most = peak.most
+    assert moved == (2048, 2048, 2048) and plan.bytes == 4096
+    assert kinds == {"all_to_all": 2048 // 512, "all_reduce": 1}
+    bytes_of_buckets = 2048 if atomic else 512
+    flag = 8 + 8  # the number of the confirmation, and its copy
+    assert bytes_of_buckets <= most <= bytes_of_buckets + 512 + flag
 
 
-@pytest.mark.parametrize("atomic", [True, False])
-def test_later_runs_send_buckets_and_a_confirmation_in_bounded_memory(atomic):
-    for moved, total, kinds, most in simulated.run(_measured, 2, atomic):
-        assert moved == (2048, 2048, 2048) and total == 4096
-        assert kinds == {"all_to_all": 2048 // 512, "all_reduce": 1}
-        bytes_of_buckets = 2048 if atomic else 512
-        flag = 8 + 8  # the number of the confirmation, and its copy
-        assert bytes_of_buckets <= most <= bytes_of_buckets + 512 + flag
-
-
-def _exchanged(group):
+@on_ranks(2)
+def test_memory_that_was_exchanged(group):
+    """A run uses the current memory of a parameter whose ``.data`` was assigned, and of a buffer that was replaced."""
     source = tp_ext.ColumnParallelLinear(6, 4, group=group)
     target = tp_ext.ColumnParallelLinear(6, 4, group=None)
     for model in (source, target):
@@ -123,8 +124,3 @@ def _exchanged(group):
         plan.run()
         assert (target.scale == 1).all()
     assert all((param == 2).all() for param in target.parameters())
-
-
-def test_memory_that_was_exchanged():
-    """A run uses the current memory of a parameter whose ``.data`` was assigned, and of a buffer that was replaced."""
-    simulated.run(_exchanged, 2)

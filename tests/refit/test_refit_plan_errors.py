@@ -8,6 +8,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 
 
 def _linear(group, size=6, **options):
@@ -383,7 +384,9 @@ SERVED = {
 }
 
 
-def _served(group, case):
+@pytest.mark.parametrize("case", SERVED)
+@on_ranks(2)
+def test_a_step_after_a_refit_finds_its_states(group, case):
     kind, of_source, options, steps = SERVED[case]
     models = _linear(group), _linear(None)
     pair = [kind(model.parameters(), **given) for model, given in zip(models, (of_source, options), strict=True)]
@@ -393,21 +396,12 @@ def _served(group, case):
     _trained(models[1], pair[1])
 
 
-@pytest.mark.parametrize("case", SERVED)
-def test_a_step_after_a_refit_finds_its_states(case):
-    simulated.run(_served, 2, case)
-
-
-def _amsgrad_later(group):
+@on_ranks(2)
+def test_run_refuses_options_by_which_there_are_more_states(group):
     models = _linear(group), _linear(None)
     pair = [_trained(model, _adam(model)) for model in models]
     plan = tp_ext.refit.plan(*models, optimizers=pair)
     pair[1].param_groups[0]["amsgrad"] = group.rank() == 1
     with pytest.raises(ValueError) as error:
         plan.run()
-    return str(error.value)
-
-
-def test_run_refuses_options_by_which_there_are_more_states():
-    for message in simulated.run(_amsgrad_later, 2):
-        assert message.startswith("optimizers: the options of the target's that add states")
+    assert str(error.value).startswith("optimizers: the options of the target's that add states")

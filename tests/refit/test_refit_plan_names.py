@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import tp_ext
-from tests.helpers import ranks, simulated
+from tests.helpers import simulated
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import auto
 
 
@@ -95,7 +96,8 @@ def test_fused_parts_there_and_back(p, tied):
     simulated.run(_there_and_back, p, tied)
 
 
-def _untied_target(group):
+@on_ranks(3)
+def test_a_tied_weight_moves_once(group):
     """The source, whose weight is tied, on two ranks; on the third a target that has it twice."""
     tp = torch.distributed.new_group([0, 1])
     torch.manual_seed(group.rank())
@@ -106,26 +108,6 @@ def _untied_target(group):
         assert torch.equal(target.embed.weight, target.lm_head.weight)
         assert moved.copied == target.embed.weight.nbytes
         assert moved.received == sum(p.nbytes for p in target.parameters()) - target.embed.weight.nbytes
-
-
-def test_a_tied_weight_moves_once():
-    simulated.run(_untied_target, 3)
-
-
-def _cast(group, source, dtype, target, wire):
-    a = tp_ext.ColumnParallelLinear(4, 6, group=group, dtype=source)
-    b = nn.Linear(4, 6, dtype=target) if group.rank() == 0 else None
-    a.register_buffer("count", torch.tensor([7]))
-    if b is not None:
-        b.register_buffer("count", torch.tensor([0]))
-    moved = tp_ext.refit.plan(a, b, dtype=dtype).run()
-    full = tp_ext.full_state_dict(a)
-    if b is not None:
-        for name, param in b.named_parameters():
-            assert torch.equal(param, full[name].to(dtype or source).to(target)), name
-        assert b.count == 7  # integers are not cast
-        assert moved.received == (3 * 4 + 3) * wire.itemsize
-        assert moved.copied == (3 * 4 + 3) * wire.itemsize + 8
 
 
 @pytest.mark.parametrize(
@@ -139,9 +121,22 @@ def _cast(group, source, dtype, target, wire):
         (torch.float32, None, torch.float32, torch.float32),
     ],
 )
-def test_dtypes(source, dtype, target, wire):
+@on_ranks(2)
+def test_dtypes(group, source, dtype, target, wire):
     """Values are those of both casts; the narrowest dtype of the chain is sent."""
-    simulated.run(_cast, 2, source, dtype, target, wire)
+    a = tp_ext.ColumnParallelLinear(4, 6, group=group, dtype=source)
+    b = nn.Linear(4, 6, dtype=target) if group.rank() == 0 else None
+    a.register_buffer("count", torch.tensor([7]))
+    if b is not None:
+        b.register_buffer("count", torch.tensor([0]))
+    moved = tp_ext.refit.plan(a, b, dtype=dtype).run()
+    full = tp_ext.full_state_dict(a)
+    if b is not None:
+        for name, param in b.named_parameters():
+            assert torch.equal(param, full[name].to(dtype or source).to(target)), name
+        assert b.count == 7  # integers are not cast
+        assert moved.received == (3 * 4 + 3) * wire.itemsize
+        assert moved.copied == (3 * 4 + 3) * wire.itemsize + 8
 
 
 def _auto(group):
@@ -163,7 +158,10 @@ def test_auto_models():
     assert received[0] == 0 and received[1] > 0
 
 
-def _to_hugging_face(group, folder):
+@on_ranks(2)
+def test_hugging_face_on_one_process(group, tmp_path):
+    """A Llama of transformers over two ranks, and its names on one."""
+    pytest.importorskip("transformers")
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=13,
@@ -175,9 +173,9 @@ def _to_hugging_face(group, folder):
         tie_word_embeddings=False,
     )
     if group.rank() == 0:
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     torch.distributed.barrier()
-    source = tp_ext.huggingface.from_pretrained(folder, group=group)
+    source = tp_ext.huggingface.from_pretrained(tmp_path, group=group)
     torch.manual_seed(1)
     target = transformers.LlamaForCausalLM(config) if group.rank() == 1 else None
     tp_ext.refit.plan(source, target).run()
@@ -186,10 +184,3 @@ def _to_hugging_face(group, folder):
         state = target.state_dict()
         assert state.keys() == full.keys()
         assert all(torch.equal(state[key], value) for key, value in full.items())
-    return True
-
-
-def test_hugging_face_on_one_process(tmp_path):
-    """A Llama of transformers over two ranks, and its names on one."""
-    pytest.importorskip("transformers")
-    assert all(ranks.run(_to_hugging_face, 2, tmp_path))
