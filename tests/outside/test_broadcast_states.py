@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 LOADED = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -44,7 +45,11 @@ def _states(model, optimizer):
     return get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
 
 
-def _loaded(group, kind, together, flat):
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", ["bare", "inside", "wrapper", "fsdp"])
+@on_ranks(4)
+def test_the_state_of_rank_0_reaches_all_replicas(group, kind, together, flat):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     source, target = _trained(mesh, kind, 1), _trained(mesh, kind, 2)
     want = _states(*source)
@@ -62,13 +67,6 @@ def _loaded(group, kind, together, flat):
         set_optimizer_state_dict(*target, optimizer_state, options=options)
     for value, expected in zip(tree_leaves(_states(*target)), tree_leaves(want), strict=True):
         assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected
-
-
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("kind", ["bare", "inside", "wrapper", "fsdp"])
-def test_the_state_of_rank_0_reaches_all_replicas(kind, together, flat):
-    ranks.run(_loaded, 4, kind, together, flat)
 
 
 def _wrong(group):

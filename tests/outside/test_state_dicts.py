@@ -382,7 +382,7 @@ def test_padding_under_fsdp2():
     assert second.chunks[:2] == ((5, 4), ((4, 0),)) and second.local_sizes == ((1, 4),)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_replicas_may_load_one_file(group):
     axes = mesh(2, 2)
     model = wrap(nn.ModuleDict({"embedding": _net(axes["tp"].get_group())}), "ddp", axes["dp"])
