@@ -29,7 +29,7 @@ def test_case_13_strided_input_and_stride_0_gradient(case, p):
 
 
 @every_p
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_14_aliasing(group):
     r, p = group.rank(), group.size()
     x = ramp(2, 3).requires_grad_()
@@ -41,7 +41,7 @@ def test_case_14_aliasing(group):
 
 
 @every_p
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_15_double_backward(group):
     r, s = group.rank(), group.size() * (group.size() + 1) / 2
     x = ramp(2, 3).double().requires_grad_()
@@ -52,7 +52,7 @@ def test_case_15_double_backward(group):
 
 
 @every_p
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_16_uneven_shards(group):
     """In place of a refusal. Layers with features that p does not divide: cases 19 to 26."""
     # A length that p does not divide is cut as torch.tensor_split does, or as sizes= says.
@@ -122,7 +122,7 @@ def test_case_17_two_groups_do_not_hear_each_other(group):
 @every_p
 @pytest.mark.parametrize("shape", [(0, 3), (5,), (2, 1, 3, 2, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_18_shapes_and_dtypes(group, dtype, shape):
     r, p = group.rank(), group.size()
     x = (torch.randint(-2, 3, shape) + r).to(dtype).requires_grad_()

@@ -49,7 +49,7 @@ def test_case_27_gradients_add_up_in_main_grad(kind, sp, p):
 @EVERY
 @SP
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_28_frozen_weight_saves_no_input(group, kind, sp):
     p, rank, column = group.size(), group.rank(), kind is ColumnParallelLinear
     dense = nn.Linear(8, 8)
@@ -137,7 +137,7 @@ def test_case_29_a_weight_of_another_shape_is_refused(kind, p):
 @EVERY
 @SP
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_30_backward_twice_doubles_the_gradients(group, kind, sp):
     layer = kind(8, 8, group=group, sequence_parallel=sp)
     rows = torch.randn(4, 8)
@@ -156,7 +156,7 @@ def test_case_30_backward_twice_doubles_the_gradients(group, kind, sp):
 
 @EVERY
 @SP
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_30_backward_twice_through_every_layer(group, sp):
     ids, target = batches(1)[0]
     model = make(group, sequence_parallel=sp)
@@ -168,15 +168,13 @@ def test_case_30_backward_twice_through_every_layer(group, sp):
         assert once[name].any() and torch.equal(param.grad, 2 * once[name]), name
 
 
-def _loss_twice(group, full, target):
+@EVERY
+@on_ranks()
+def test_case_30_backward_twice_through_the_loss(group):
+    full, target = make_rows(13)
     local = columns(full, group.size(), group.rank()).requires_grad_()
     loss = tp_ext.vocab_parallel_cross_entropy(local, target, group, vocab_size=13, label_smoothing=0.1, z_loss=0.1)
     loss.backward(retain_graph=True)
     once = local.grad.clone()
     loss.backward()
     assert torch.equal(local.grad, 2 * once)
-
-
-@EVERY
-def test_case_30_backward_twice_through_the_loss(p):
-    ranks.run(_loss_twice, p, *make_rows(13))

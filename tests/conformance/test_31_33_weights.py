@@ -11,6 +11,7 @@ from torch import nn
 import tp_ext
 from tests.conformance.test_19_26_linears import EVERY, FP64, SP, run, slices
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.nn.test_mlp import GATED, DenseMLP, assert_as_dense, make_mlp
 from tests.test_random import comparable, full_state, one_of_each
 from tp_ext import ColumnParallelLinear, RowParallelLinear, Sharding, full_state_dict, shardings
@@ -65,24 +66,20 @@ def test_case_31_initial_weights_are_those_of_the_cpu(dtype):
             assert torch.equal(*drawn)
 
 
-def _gated(group, dense):
-    layer = make_mlp(group, dense)
-    weights = layer.up.weight.detach(), layer.up.bias.detach(), layer.down.weight.detach()
-    return *weights, full_state_dict(layer, group=group)
-
-
 @EVERY
 @pytest.mark.parametrize("activation", GATED)
-def test_case_32_a_shard_is_its_gate_then_its_up(activation, p):
+@on_ranks()
+def test_case_32_a_shard_is_its_gate_then_its_up(group, activation, p):
     dense = DenseMLP(activation, True)
     gates, ups = (slices(t, p, 0) for t in dense.up.weight.detach().chunk(2))
     gate_biases, up_biases = (slices(t, p, 0) for t in dense.up.bias.detach().chunk(2))
     downs = slices(dense.down.weight.detach(), p, 1)
-    for rank, (up, up_bias, down, state) in enumerate(ranks.run(_gated, p, dense)):
-        assert torch.equal(up, torch.cat([gates[rank], ups[rank]]))
-        assert torch.equal(up_bias, torch.cat([gate_biases[rank], up_biases[rank]]))
-        assert torch.equal(down, downs[rank])
-        assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
+    layer = make_mlp(group, dense)
+    rank, state = group.rank(), full_state_dict(layer, group=group)
+    assert torch.equal(layer.up.weight, torch.cat([gates[rank], ups[rank]]))
+    assert torch.equal(layer.up.bias, torch.cat([gate_biases[rank], up_biases[rank]]))
+    assert torch.equal(layer.down.weight, downs[rank])
+    assert all(torch.equal(state[name], value) for name, value in dense.state_dict().items())
 
 
 @EVERY

@@ -195,7 +195,7 @@ def test_case_46_masks_are_equal_where_replicated_and_differ_where_sharded(p):
 @EVERY
 @SP
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_46_recomputing_gives_the_same_mask(group, sp, nested):
     torch.manual_seed(9)
     layer = Dropout(P, group=group, sequence_parallel=sp)
@@ -224,7 +224,7 @@ def test_case_46_recomputing_gives_the_same_mask(group, sp, nested):
 @pytest.mark.thinned(1)
 @EVERY
 @SP
-@on_ranks(backend="gloo")
+@on_ranks()
 def test_case_46_nested_forks_of_the_generator(group, sp):
     torch.manual_seed(9)
     layer, x, masks = Dropout(P, group=group, sequence_parallel=sp), torch.ones(8, 4), []
