@@ -2,6 +2,7 @@
 computing it is not, on one rank at least."""
 
 import torch
+from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
 
@@ -18,3 +19,12 @@ def check(results, want, rtol=1e-10, atol=1e-12):
     for ours, _ in results:
         torch.testing.assert_close(ours, want, rtol=rtol, atol=atol)
     assert any(differs(published, want) for _, published in results), "the published way is right here"
+
+
+def check_on_rank(group, result, want, rtol=1e-10, atol=1e-12):
+    """Compares (ours, published) of this rank; all ranks of ``group`` call it."""
+    ours, published = result
+    torch.testing.assert_close(ours, want, rtol=rtol, atol=atol)
+    wrong = torch.tensor(int(differs(published, want)))
+    dist.all_reduce(wrong, group=group)
+    assert wrong, "the published way is right here"

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.meshes import mesh_of
-from tests.helpers.right_and_wrong import check
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.right_and_wrong import check, check_on_rank
 from tp_ext import ParallelMoE, RouterConfig
 from tp_ext.nn.moe.experts import ParallelExperts
 
@@ -46,14 +47,11 @@ class WithoutSum(ParallelMoE):
         return routed.experts, routed.weights, x
 
 
-def _of_input(group):
-    return [backward(kind, (1, 2))[1] for kind in (ParallelMoE, WithoutSum)]
-
-
-def test_the_gradient_of_the_tokens_of_sharded_experts():
+@on_ranks(2)
+def test_the_gradient_of_the_tokens_of_sharded_experts(group):
     """Each rank's gradient of the input of tensor-parallel experts was taken for that of all ranks, so that all
     parameters below had one rank's share: https://github.com/pytorch/torchtitan/pull/4054"""
-    check(ranks.run(_of_input, 2), backward()[1])
+    check_on_rank(group, [backward(kind, (1, 2))[1] for kind in (ParallelMoE, WithoutSum)], backward()[1])
 
 
 class WithoutSumOfWeights(ParallelMoE):
@@ -63,14 +61,11 @@ class WithoutSumOfWeights(ParallelMoE):
         return routed.experts, routed.weights, super()._enter(x, routed, sizes)[2]
 
 
-def _of_router(group):
-    return [backward(kind, (1, 2))[2] for kind in (ParallelMoE, WithoutSumOfWeights)]
-
-
-def test_the_gradient_of_the_weights_of_sharded_experts():
+@on_ranks(2)
+def test_the_gradient_of_the_weights_of_sharded_experts(group):
     """The router's scores had the gradient of one rank's experts:
     https://github.com/huggingface/transformers/pull/48205"""
-    check(ranks.run(_of_router, 2), backward()[2])
+    check_on_rank(group, [backward(kind, (1, 2))[2] for kind in (ParallelMoE, WithoutSumOfWeights)], backward()[2])
 
 
 class Hidden(ParallelMoE):
@@ -85,14 +80,13 @@ class Hidden(ParallelMoE):
         return super()._computed(x, self.all_experts, weights)
 
 
-def _of_dropped(group):
-    return [backward(kind, (2, 1), capacity=0.5)[2] for kind in (ParallelMoE, Hidden)]
-
-
-def test_a_choice_that_is_not_computed_has_no_gradient():
+@on_ranks(2)
+def test_a_choice_that_is_not_computed_has_no_gradient(group):
     """Slots of no expert had a weight of 0, which hides them in the output but not in the router's gradient:
     https://github.com/huggingface/transformers/issues/48687"""
-    check(ranks.run(_of_dropped, 2), backward(capacity=0.5)[2])
+    check_on_rank(
+        group, [backward(kind, (2, 1), capacity=0.5)[2] for kind in (ParallelMoE, Hidden)], backward(capacity=0.5)[2]
+    )
 
 
 class Detached(ParallelMoE):
@@ -103,20 +97,17 @@ class Detached(ParallelMoE):
         return experts, weights.detach(), x
 
 
-def _of_gathered(group):
+@on_ranks(2)
+def test_the_router_is_trained_by_the_loss_of_the_model(group):
+    """The weights of gathered tokens were gathered without a gradient, and the router learned from its auxiliary losses
+    alone: https://github.com/NVIDIA-NeMo/Automodel/pull/2995"""
     results = []
     for kind in (ParallelMoE, Detached):
         layer, x, _, tp = made(kind, (1, 2), sequence_parallel=True)
         layer(x.detach().tensor_split(2)[tp.get_local_rank()]).square().sum().backward()
         grad = layer.router.weight.grad
         results.append(torch.zeros_like(layer.router.weight) if grad is None else grad)
-    return results
-
-
-def test_the_router_is_trained_by_the_loss_of_the_model():
-    """The weights of gathered tokens were gathered without a gradient, and the router learned from its auxiliary losses
-    alone: https://github.com/NVIDIA-NeMo/Automodel/pull/2995"""
-    check(ranks.run(_of_gathered, 2), backward()[2])
+    check_on_rank(group, results, backward()[2])
 
 
 def _decayed(sizes=None, published=False):
@@ -131,30 +122,24 @@ def _decayed(sizes=None, published=False):
     return tp_ext.full_state_dict(layer)["experts.up_weight"][3]
 
 
-def _steps(group):
-    return [_decayed((2, 1), published) for published in (False, True)]
-
-
-def test_experts_without_tokens_take_part_in_the_step():
+@on_ranks(2)
+def test_experts_without_tokens_take_part_in_the_step(group):
     """The gradient of an expert without tokens was None, so that it missed weight decay and the decay of its momentum:
     https://github.com/NVIDIA-NeMo/Automodel/pull/2995"""
-    check(ranks.run(_steps, 2), _decayed())
+    check_on_rank(group, [_decayed((2, 1), published) for published in (False, True)], _decayed())
 
 
-def _of_experts(group):
+@on_ranks(2)
+def test_gradients_of_experts_are_means_like_those_of_the_rest(group):
+    """An expert's gradient is the sum over the ranks whose tokens it saw; where those of all other parameters are means
+    it is as many times too large: https://github.com/pytorch/pytorch/issues/160285,
+    https://github.com/databricks/megablocks/pull/20"""
     results = []
     for reduction in ("mean", "sum"):
         layer, _, _ = backward(sizes=(2, 1), gradient_reduction=reduction)
         grad, ep = layer.experts.up_weight.grad, layer.experts.expert_group
         results.append(tp_ext.gather_from_region(grad, ep.name, 0))
-    return results
-
-
-def test_gradients_of_experts_are_means_like_those_of_the_rest():
-    """An expert's gradient is the sum over the ranks whose tokens it saw; where those of all other parameters are means
-    it is as many times too large: https://github.com/pytorch/pytorch/issues/160285,
-    https://github.com/databricks/megablocks/pull/20"""
-    check(ranks.run(_of_experts, 2), backward()[0].experts.up_weight.grad)
+    check_on_rank(group, results, backward()[0].experts.up_weight.grad)
 
 
 def _norms(group):
@@ -176,7 +161,10 @@ def test_the_norm_counts_the_experts_of_all_ranks():
     check(ranks.run(_norms, 4), want)
 
 
-def _reduced(group):
+@on_ranks(2)
+def test_gradients_of_different_experts_are_not_mixed(group):
+    """Experts' gradients were reduced over the data ranks of all other parameters, which have other experts:
+    https://github.com/NVIDIA/Megatron-LM/pull/6080"""
     results = []
     for over in (None, group):
         layer, _, _ = backward(sizes=(2, 1))
@@ -185,13 +173,7 @@ def _reduced(group):
             dist.all_reduce(grad, group=over)
             grad /= 2
         results.append(tp_ext.gather_from_region(grad, ep.name, 0))
-    return results
-
-
-def test_gradients_of_different_experts_are_not_mixed():
-    """Experts' gradients were reduced over the data ranks of all other parameters, which have other experts:
-    https://github.com/NVIDIA/Megatron-LM/pull/6080"""
-    check(ranks.run(_reduced, 2), backward()[0].experts.up_weight.grad)
+    check_on_rank(group, results, backward()[0].experts.up_weight.grad)
 
 
 LOSSES = RouterConfig(balance_loss=0.5, z_loss=0.1)
@@ -227,14 +209,11 @@ def _correction_bias(sizes=None):
     return layer.router.e_score_correction_bias.double(), of_rank.double()
 
 
-def _balanced(group):
-    return _correction_bias((1, 2))
-
-
-def test_the_correction_bias_counts_the_tokens_of_all_ranks():
+@on_ranks(2)
+def test_the_correction_bias_counts_the_tokens_of_all_ranks(group):
     """The numbers of tokens that correct the router were not summed over the tensor-parallel ranks, each of which had
     its own tokens: https://github.com/pytorch/torchtitan/pull/4154"""
-    check(ranks.run(_balanced, 2), _correction_bias()[0])
+    check_on_rank(group, _correction_bias((1, 2)), _correction_bias()[0])
 
 
 class BiasOnEveryRank(ParallelExperts):
@@ -254,14 +233,11 @@ def _with_bias(sizes=None, kind=ParallelExperts):
     return [y.detach(), layer.router.weight.grad, layer.experts.down_bias.grad]
 
 
-def _biased(group):
-    return [_with_bias((1, 2), kind) for kind in (ParallelExperts, BiasOnEveryRank)]
-
-
-def test_the_output_bias_of_sharded_experts_counts_once():
+@on_ranks(2)
+def test_the_output_bias_of_sharded_experts_counts_once(group):
     """The replicated bias of experts was added on every rank before the sum over the ranks, so it counted as many
     times: https://github.com/pytorch/torchtitan/pull/4245"""
-    check(ranks.run(_biased, 2), _with_bias())
+    check_on_rank(group, [_with_bias((1, 2), kind) for kind in (ParallelExperts, BiasOnEveryRank)], _with_bias())
 
 
 def _by_slots(layer, x, slots, group, flat):

@@ -9,7 +9,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.right_and_wrong import check
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.right_and_wrong import check, check_on_rank
 from tests.helpers.stages import backward, dense, stages, take_gradients
 
 FP64 = {"dtype": torch.float64}
@@ -108,19 +109,16 @@ def test_replicated_gradients_count_once():
     check(ranks.run(_clipped, 2, _of_all_ranks), clipped())
 
 
-def _third_order(group):
+@on_ranks(2)
+def test_norms_of_another_order(group):
+    """Norms of the tensors were squared, and the root of order ``norm_type`` taken of their sum:
+    https://github.com/deepspeedai/DeepSpeed/pull/8313."""
     net = with_gradients(group)
     table, sums = dict(tp_ext.shardings(net)), torch.zeros(2, **FP64)  # of replicated and of sharded parameters
     for name, param in net.named_parameters():
         sums[int(table[name] is not None)] += param.grad.norm(3) ** 2
     dist.all_reduce(sums[1])
-    return tp_ext.grad_norm(net, 3, group=group), sums.sum() ** (1 / 3)
-
-
-def test_norms_of_another_order():
-    """Norms of the tensors were squared, and the root of order ``norm_type`` taken of their sum:
-    https://github.com/deepspeedai/DeepSpeed/pull/8313."""
-    check(ranks.run(_third_order, 2), of_one_process(3))
+    check_on_rank(group, (tp_ext.grad_norm(net, 3, group=group), sums.sum() ** (1 / 3)), of_one_process(3))
 
 
 # Pipelines
@@ -157,7 +155,10 @@ def test_a_weight_tied_over_two_stages():
 GRADIENTS = [torch.full((n,), value, dtype=torch.bfloat16) for n, value in ((3, 1.0), (1, 2.0), (104, 1.0), (1, 2.0))]
 
 
-def _in_bf16(group):
+@on_ranks(2)
+def test_the_norm_of_bf16_gradients_does_not_depend_on_the_stages(group):
+    """Each stage's part of the norm is rounded to bf16 before the parts are combined, so that the norm depends on the
+    number of stages: https://github.com/pytorch/pytorch/pull/194033."""
     mesh = tp_ext.init_mesh("cpu", pp=2)
     rank, own = group.rank(), nn.ParameterDict()
     for i in (2 * rank, 2 * rank + 1):
@@ -166,10 +167,4 @@ def _in_bf16(group):
     ours = tp_ext.grad_norm(own, mesh=mesh)
     partial = torch.nn.utils.get_total_norm([param.grad for param in own.parameters()]) ** 2
     dist.all_reduce(partial)
-    return ours, partial.sqrt()
-
-
-def test_the_norm_of_bf16_gradients_does_not_depend_on_the_stages():
-    """Each stage's part of the norm is rounded to bf16 before the parts are combined, so that the norm depends on the
-    number of stages: https://github.com/pytorch/pytorch/pull/194033."""
-    check(ranks.run(_in_bf16, 2), torch.tensor(10.75).bfloat16(), rtol=0, atol=0)
+    check_on_rank(group, (ours, partial.sqrt()), torch.tensor(10.75).bfloat16(), rtol=0, atol=0)

@@ -1,7 +1,6 @@
 """Published bugs of pipelines: gradients over several microbatches, with data parallelism, of tied weights, and initial
 weights of the stages; against the model in one process, in fp64."""
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -13,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.models import GPT
-from tests.helpers.right_and_wrong import check
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.right_and_wrong import check_on_rank
 
 VOCAB, HIDDEN, BATCH, SEQ = 7, 4, 4, 3
 FP64 = {"dtype": torch.float64}
@@ -65,7 +65,10 @@ def one_process(batches=()):
     return values | {"head.weight": values["embedding.weight"]}
 
 
-def _scaled_by_each_stage(group):
+@on_ranks(2, backend="gloo", timeout=120)
+def test_gradients_are_divided_by_the_number_of_microbatches_once(group):
+    """Each stage of a pipeline divided the gradients by the number of accumulation steps again:
+    https://github.com/deepspeedai/DeepSpeed/pull/8154."""
     mesh, run = prepared({"pp": 2})
     state = dict(tp_ext.full_state_dict(run.state, mesh=mesh))
     ids, target = batch()
@@ -84,26 +87,7 @@ def _scaled_by_each_stage(group):
         y.register_hook(lambda grad: grad / 2)
         loss(y, goal).backward()
     published = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
-    return ours, {name: published[name] for name in ours}
-
-
-def test_gradients_are_divided_by_the_number_of_microbatches_once():
-    """Each stage of a pipeline divided the gradients by the number of accumulation steps again:
-    https://github.com/deepspeedai/DeepSpeed/pull/8154."""
-    check(ranks.run(_scaled_by_each_stage, 2, timeout=120), one_process([batch()]))
-
-
-def _accumulated(group):
-    mesh, run = prepared({"pp": 2}, zero=2)
-    for step in range(2):
-        run.step(*batch(step))
-    stage = fully_shard(nn.Linear(2, 2), mesh=mesh["dp"])
-    made = pipelining.PipelineStage(stage, group.rank(), 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    for param in stage.parameters():
-        param.grad = torch.ones_like(param)  # of the steps before
-    made._post_metadata_inference_cleanup()  # as at the end of the initialisation for other shapes
-    lost = [param.grad is None for param in stage.parameters()]
-    return _full_of_fsdp(run, mesh), lost
+    check_on_rank(group, (ours, {name: published[name] for name in ours}), one_process([batch()]))
 
 
 def _full_of_fsdp(run, mesh):
@@ -114,13 +98,23 @@ def _full_of_fsdp(run, mesh):
     return dict(tp_ext.full_state_dict(run.state, mesh=mesh))
 
 
-def test_gradients_of_earlier_steps_are_kept():
+@on_ranks(2)
+def test_gradients_of_earlier_steps_are_kept(group):
     """Stages that were initialised again for another sequence length lost the gradients accumulated so far, so that
     only the last microbatch trained: https://github.com/NVIDIA-NeMo/Automodel/pull/3530."""
     want = one_process([batch(0), batch(1)])
-    for ours, lost in ranks.run(_accumulated, 2, timeout=120):
-        torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)
-        assert lost == [True, True]
+    mesh, run = prepared({"pp": 2}, zero=2)
+    for step in range(2):
+        run.step(*batch(step))
+    stage = fully_shard(nn.Linear(2, 2), mesh=mesh["dp"])
+    made = pipelining.PipelineStage(stage, group.rank(), 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    for param in stage.parameters():
+        param.grad = torch.ones_like(param)  # of the steps before
+    made._post_metadata_inference_cleanup()  # as at the end of the initialisation for other shapes
+    lost = [param.grad is None for param in stage.parameters()]
+    ours = _full_of_fsdp(run, mesh)
+    torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)
+    assert lost == [True, True]
 
 
 def _in_halves(group):
@@ -151,7 +145,11 @@ def test_data_parallelism_under_a_schedule_that_splits_the_backward():
         torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)
 
 
-def _tied_on_meta(group):
+@on_ranks(1, 2)
+def test_weights_that_are_tied_on_meta(group):
+    """A head that was tied to the embedding before the model got memory was a weight of its own afterwards:
+    https://github.com/pytorch/torchtitan/issues/2252."""
+    want = one_process([batch()])
     mesh, run = prepared({"pp": group.size()})
     run.step(*batch())
     ours = full_gradients(run, mesh)
@@ -162,17 +160,9 @@ def _tied_on_meta(group):
     tp_ext.name_modules(model)
     tp_ext.reset_parameters(model)
     loss(model(batch()[0]), batch()[1]).backward()
-    return ours, tied, model.embedding.weight.grad
-
-
-@pytest.mark.parametrize("p", [1, 2])
-def test_weights_that_are_tied_on_meta(p):
-    """A head that was tied to the embedding before the model got memory was a weight of its own afterwards:
-    https://github.com/pytorch/torchtitan/issues/2252."""
-    want = one_process([batch()])
-    for ours, tied, published in ranks.run(_tied_on_meta, p, timeout=120):
-        torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)
-        assert not tied and not torch.allclose(published, want["embedding.weight"])
+    published = model.embedding.weight.grad
+    torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)
+    assert not tied and not torch.allclose(published, want["embedding.weight"])
 
 
 def _initialised(group):

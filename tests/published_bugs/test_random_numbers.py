@@ -8,11 +8,19 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import own_tokens
 from tests.helpers.right_and_wrong import check, differs
 
 
-def _initial(group):
+@on_ranks(2)
+def test_initial_weights_do_not_depend_on_how_they_are_cut(group):
+    """A DTensor has other random values for each number of ranks and for each dim that is cut:
+    https://github.com/pytorch/pytorch/issues/168058."""
+    torch.manual_seed(3)
+    want = tp_ext.ColumnParallelLinear(6, 8, False, group=None).weight.detach()
+    torch.manual_seed(3)
+    plain = nn.init.uniform_(torch.empty(8, 6), -1, 1)
     ours = []
     for kind in (tp_ext.ColumnParallelLinear, tp_ext.RowParallelLinear):
         torch.manual_seed(3)
@@ -24,19 +32,8 @@ def _initial(group):
         torch.manual_seed(3)
         weight = distribute_tensor(torch.empty(8, 6), mesh, [Shard(dim)])
         published.append(nn.init.uniform_(weight, -1, 1).full_tensor())
-    return ours, published
-
-
-def test_initial_weights_do_not_depend_on_how_they_are_cut():
-    """A DTensor has other random values for each number of ranks and for each dim that is cut:
-    https://github.com/pytorch/pytorch/issues/168058."""
-    torch.manual_seed(3)
-    want = tp_ext.ColumnParallelLinear(6, 8, False, group=None).weight.detach()
-    torch.manual_seed(3)
-    plain = nn.init.uniform_(torch.empty(8, 6), -1, 1)
-    for ours, published in ranks.run(_initial, 2):
-        assert ours[0].equal(want) and ours[1].equal(want)
-        assert differs(published[0], plain) and differs(published[1], plain) and differs(*published)
+    assert ours[0].equal(want) and ours[1].equal(want)
+    assert differs(published[0], plain) and differs(published[1], plain) and differs(*published)
 
 
 def _masks(group):
