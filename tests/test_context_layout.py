@@ -138,7 +138,7 @@ def test_a_batch_sharded_and_put_together_again(p):
         ranks.run(_round_trips, p, (), {"batch": batch, "seq": seq}, shapes)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_communicates_one_gather(group):
     from tp_ext.debug import count_collectives
 

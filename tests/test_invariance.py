@@ -14,6 +14,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.invariant_model import Block, Model, batches, simulated, trained
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run, run_fresh
 from tp_ext import _ops
 from tp_ext.invariance import block_sizes, blocks_of_rank
@@ -209,7 +210,9 @@ def test_the_tree(p):
                 assert gradient.equal(expected), (blocks, rank, gradient.dtype)
 
 
-def _sums_of_shared_memory(world):
+@on_ranks(2, 3, 4, 6, backend="gloo")
+def test_the_tree_of_shared_memory(world):
+    """tp_shm adds where each rank has one node: of 6 blocks on 6 ranks, of 8 on 4. On 3 of 8 it does not."""
     p, rank, group = world.size(), world.rank(), dist.new_group(backend="tp_shm")
     for blocks, n in itertools.product((5, 6, 8, 16), (7, 40_001)):  # in one step, and in several
         for gradient, expected in _sums(rank, blocks, group, n) if blocks >= p else ():
@@ -223,12 +226,6 @@ def _sums_of_shared_memory(world):
         assert _ops.block_sum(own, name, p).equal(root)
         assert _ops.block_sum(own, name, p, True).equal(root.tensor_split(p)[rank])
         assert own[0].equal(leaves[rank])
-
-
-@pytest.mark.parametrize("p", [2, 3, 4, 6])
-def test_the_tree_of_shared_memory(p):
-    """tp_shm adds where each rank has one node: of 6 blocks on 6 ranks, of 8 on 4. On 3 of 8 it does not."""
-    run(_sums_of_shared_memory, p)
 
 
 def _bytes(group, blocks, backend="gloo"):
@@ -434,13 +431,10 @@ def test_samples():
     run_fresh(_samples)
 
 
-def _checked(group):
+@on_ranks(3, backend="gloo")
+def test_debug_check_knows_shared_heads(group):
     torch.manual_seed(0)
     with tp_ext.tp_invariant(8):
         model = Block(group)
     tp_ext.debug.check(model)
     assert isinstance(model, nn.Module)
-
-
-def test_debug_check_knows_shared_heads():
-    run(_checked, 3)

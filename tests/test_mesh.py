@@ -89,7 +89,7 @@ def _calls(model, **options):
     }
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_wrong_meshes_are_refused_by_every_function(group):
     mesh = tp_ext.init_mesh("cpu", tp=2)
     other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))

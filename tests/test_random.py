@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import Part, Sharding
 from tp_ext.random import Constant, Normal, OwnRandomNumbers, TruncatedNormal, Uniform, initialise_, torch_linear_init
 
@@ -100,15 +101,12 @@ def test_distributions_are_those_of_torch(name):
         assert float(distance) < 5 / (2 * math.sqrt(n))
 
 
-def _fan_in(group):
+@on_ranks(4)
+def test_fan_in_is_that_of_the_full_weight(group):
     layer = tp_ext.RowParallelLinear(400, 300, group=group)
-    return float(layer.weight.abs().max()), float(layer.bias.abs().max())
-
-
-def test_fan_in_is_that_of_the_full_weight():
-    for weight, bias in ranks.run(_fan_in, 4):
-        assert 0.99 / 20 < weight <= 1 / 20
-        assert 0.9 / 20 < bias <= 1 / 20
+    bias = float(layer.bias.abs().max())
+    assert 0.99 / 20 < float(layer.weight.abs().max()) <= 1 / 20
+    assert 0.9 / 20 < bias <= 1 / 20
 
 
 def test_initialisers():

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.region_maps import NAMES, Case, cases, simple_cases
 
 pytestmark = pytest.mark.core
@@ -150,7 +151,14 @@ class _AllSlots(torch.autograd.Function):
         return _OwnSlot.apply(g, ctx.group), None
 
 
-def _gradcheck(group, case, xs):
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks()
+def test_gradcheck_of_the_function_that_all_ranks_compute(group, name, p):
+    """Replicated inputs are perturbed on all ranks at once, replicated outputs count once."""
+    options = {"split_dim": 0, "concat_dim": 1} if name == "all_to_all_region" else {}
+    case = Case(name, (p, p), options)
+    xs = case.inputs(p)
     replicated_in = case.name in ("copy_to_region", "scatter_to_region")
     replicated_out = case.name in ("reduce_from_region", "gather_from_region")
 
@@ -161,15 +169,6 @@ def _gradcheck(group, case, xs):
     x = (xs[0] if replicated_in else torch.stack(xs)).requires_grad_()
     assert torch.autograd.gradcheck(whole, [x])
     assert torch.autograd.gradgradcheck(lambda x: whole(x**2 / 8), [x])
-
-
-@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradcheck_of_the_function_that_all_ranks_compute(name, p):
-    """Replicated inputs are perturbed on all ranks at once, replicated outputs count once."""
-    options = {"split_dim": 0, "concat_dim": 1} if name == "all_to_all_region" else {}
-    case = Case(name, (p, p), options)
-    ranks.run(_gradcheck, p, case, case.inputs(p))
 
 
 # Memory
@@ -183,29 +182,30 @@ def _strided(t):
     return wide[..., 0].transpose(0, -1) if t.dim() else wide[..., 0]
 
 
-def _strides(group, case, xs, gs):
+@pytest.mark.parametrize(("p", "case"), AT_THREE)
+@on_ranks(backend="gloo")
+def test_any_strides_of_input_and_gradient(group, p, case):
+    xs, gs = _data(case, p)
     x = xs[group.rank()].requires_grad_()
     odd = _strided(x.detach()).requires_grad_()
     y, from_odd = case(x, group), case(odd, group)
     g = torch.ones((), dtype=x.dtype).expand(y.shape)
     odd_g = _strided(gs[group.rank()])
     from_ones = _grad(y, x, g.contiguous(), retain_graph=True)
-    return (
+    pairs = (
         (y, from_odd),
         (_grad(y, x, g, retain_graph=True), from_ones),
         (_grad(from_odd.sum(), odd, None, retain_graph=True), from_ones),
         (_grad(from_odd, odd, odd_g), _grad(y, x, gs[group.rank()])),
     )
+    for a, b in pairs:
+        assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("p", "case"), AT_THREE)
-def test_any_strides_of_input_and_gradient(p, case):
-    for pairs in ranks.run(_strides, p, case, *_data(case, p)):
-        for a, b in pairs:
-            assert torch.equal(a, b)
-
-
-def _twice(group, case, xs, gs):
+@pytest.mark.parametrize(("p", "case"), ENDS_AT_THREE)
+@on_ranks()
+def test_backward_twice_doubles_and_nothing_is_written_to(group, p, case):
+    xs, gs = _data(case, p)
     x, g = xs[group.rank()].requires_grad_(), gs[group.rank()]
     x_before, g_before = x.detach().clone(), g.clone()
     y = case(x, group)
@@ -220,23 +220,16 @@ def _twice(group, case, xs, gs):
         assert torch.equal(t, before)
 
 
-@pytest.mark.parametrize(("p", "case"), ENDS_AT_THREE)
-def test_backward_twice_doubles_and_nothing_is_written_to(p, case):
-    ranks.run(_twice, p, case, *_data(case, p))
-
-
-def _change_output(group, case, xs, gs):
+@pytest.mark.parametrize("case", AT_TWO)
+@on_ranks(2)
+def test_output_is_memory_of_its_own(group, case):
+    xs, _ = _data(case, 2)
     x = xs[group.rank()]
     before = x.clone()
     y = case(x, group)
     if case.name != "copy_to_region":  # the identity is a view
         y += 1
         assert torch.equal(x, before)
-
-
-@pytest.mark.parametrize("case", AT_TWO)
-def test_output_is_memory_of_its_own(case):
-    ranks.run(_change_output, 2, case, *_data(case, 2))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4,), (4, 2, 3, 2, 4)], ids=str)
@@ -254,17 +247,14 @@ def test_scalars(name):
 # Groups
 
 
-def _spellings(group, case, xs):
-    x, p = xs[group.rank()], group.size()
+@pytest.mark.parametrize("case", AT_TWO)
+@on_ranks(2)
+def test_group_is_a_process_group_a_mesh_or_a_name(group, case):
+    x, p = case.inputs(2)[group.rank()], group.size()
     want = case(x, group)
     mesh = init_device_mesh("cpu", (1, p), mesh_dim_names=("dp", "tp"))["tp"]
     for spelling in (group.group_name, mesh, mesh.get_group(), init_device_mesh("cpu", (p,))):
         assert torch.equal(case(x, spelling), want)
-
-
-@pytest.mark.parametrize("case", AT_TWO)
-def test_group_is_a_process_group_a_mesh_or_a_name(case):
-    ranks.run(_spellings, 2, case, case.inputs(2))
 
 
 def _counted(x, group, case):

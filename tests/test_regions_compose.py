@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.region_maps import Case, lengths, simple_cases
 
 AT_TWO = [pytest.param(case, id=str(case)) for case in simple_cases(2)]
@@ -56,8 +57,10 @@ def _heard(counts):
     return sorted(kinds_sent)
 
 
-def _count(group, case, xs):
-    x = _own(group, xs)
+@pytest.mark.parametrize("case", AT_TWO)
+@on_ranks(2)
+def test_each_region_communicates_as_often_as_it_says(group, case):
+    x = _own(group, case.inputs(2))
     with CommDebugMode() as forward:
         y = case(x, group)
     with CommDebugMode() as backward:
@@ -67,16 +70,13 @@ def _count(group, case, xs):
     with CommDebugMode() as constant:
         assert not case(x.detach(), group).requires_grad
     assert _heard(without) == _heard(constant) == _heard(forward)
-    return _heard(forward), _heard(backward)
+    assert (_heard(forward), _heard(backward)) == COLLECTIVES[case.name]
 
 
 @pytest.mark.parametrize("case", AT_TWO)
-def test_each_region_communicates_as_often_as_it_says(case):
-    assert ranks.run(_count, 2, case, case.inputs(2)) == [COLLECTIVES[case.name]] * 2
-
-
-def _inference(group, case, xs):
-    x = xs[group.rank()]
+@on_ranks(2)
+def test_inference_mode(group, case):
+    x = case.inputs(2)[group.rank()]
     want = case(x, group)
     with torch.inference_mode():
         assert torch.equal(case(x, group), want)
@@ -84,12 +84,9 @@ def _inference(group, case, xs):
 
 
 @pytest.mark.parametrize("case", AT_TWO)
-def test_inference_mode(case):
-    ranks.run(_inference, 2, case, case.inputs(2))
-
-
-def _checkpointed(group, case, xs):
-    x = _own(group, xs)
+@on_ranks(2)
+def test_activation_checkpointing(group, case):
+    x = _own(group, case.inputs(2))
 
     def block(x):
         return case(x.sin(), group).exp()
@@ -101,11 +98,6 @@ def _checkpointed(group, case, xs):
     forward, backward = COLLECTIVES[case.name]
     # The recomputation may stop at the last tensor that backward needs: exp's result, after it all
     assert _heard(counts) == sorted(2 * forward + backward)
-
-
-@pytest.mark.parametrize("case", AT_TWO)
-def test_activation_checkpointing(case):
-    ranks.run(_checkpointed, 2, case, case.inputs(2))
 
 
 # torch.compile
@@ -121,16 +113,13 @@ def _compiled(group, model, xs, backend="aot_eager", dynamic=None):
         torch.testing.assert_close(_grad_of_sines(y, x), _grad_of_sines(want, x))
 
 
-def _compiled_case(group, case, xs):
-    _compiled(group, lambda x, group: case(x * 2, group) * 3, xs)
-
-
 # Whole shapes: test_compile_all_regions_at_once
 @pytest.mark.parametrize(
     "case", [*(pytest.param(*c.values, id=c.id, marks=pytest.mark.exhaustive) for c in AT_TWO), *UNEVEN]
 )
-def test_compile_without_graph_breaks(case):
-    ranks.run(_compiled_case, 2, case, case.inputs(2))
+@on_ranks(2, backend="gloo")
+def test_compile_without_graph_breaks(group, case):
+    _compiled(group, lambda x, group: case(x * 2, group) * 3, case.inputs(2))
 
 
 def _all_regions(x, group):

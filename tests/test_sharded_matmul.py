@@ -86,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_full_matrices(x, y, shape, batch,
     ranks.run(_like_dense, x * y, x, y, shape, batch, algorithm)
 
 
-@on_ranks(4, backend="gloo")
+@on_ranks(4)
 def test_products_follow_one_another_and_run_in_a_map(group):
     """(a b) b^T b and its gradients: each product is sharded as the operands of the next."""
     mesh = _mesh(2, 2)
@@ -187,7 +187,7 @@ def test_forward_mode(group):
     assert_close(found, tuple(_shard(t, mesh).detach() for t in want), **CLOSE)
 
 
-@on_ranks(2, backend="gloo")
+@on_ranks(2)
 def test_dtypes_autocast_and_one_gradient(group):
     mesh = _mesh(2, 1)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):

@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import symmetric_memory
 from tp_ext.group import parallel_group
 
@@ -59,28 +60,22 @@ def test_tensors_of_another_device_go_through_the_backend(p, kind, sequence_para
         assert all(map(torch.equal, plain, enabled))
 
 
-def compiled(group):
+@on_ranks(2, backend="gloo")
+def test_a_compiled_function_takes_it(group):
     def f(x, group):
         return tp_ext.reduce_from_region(tp_ext.copy_to_region(x, group).sin(), group)
 
     x, name = torch.randn(4, 8, requires_grad=True), with_memory(group)
     ys = [f(x, group), torch.compile(f, fullgraph=True, backend="aot_eager")(x, name)]
     grads = [torch.autograd.grad(y.sum(), x)[0] for y in ys]
-    return torch.equal(*ys) and torch.equal(*grads)
+    assert torch.equal(*ys) and torch.equal(*grads)
 
 
-def test_a_compiled_function_takes_it():
-    assert ranks.run(compiled, 2) == [True, True]
-
-
-def pickled(group):
+@on_ranks(2, backend="gloo")
+def test_copies_keep_the_memory_and_pickles_leave_it(group):
     layer = tp_ext.RowParallelLinear(8, 12, group=with_memory(group))
-    return layer.tp_group.name, copy.deepcopy(layer).tp_group.name, pickle.loads(pickle.dumps(layer)).tp_group.name
-
-
-def test_copies_keep_the_memory_and_pickles_leave_it():
-    for rank, (own, copied, loaded) in enumerate(ranks.run(pickled, 2)):
-        assert own == copied != loaded == f"0@{rank}/2"
+    loaded = pickle.loads(pickle.dumps(layer)).tp_group.name
+    assert layer.tp_group.name == copy.deepcopy(layer).tp_group.name != loaded == f"0@{group.rank()}/2"
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import tp_ext
 from tests.helpers import ranks, registry
 from tests.helpers.models import Block
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.paths import ROOT
 from tests.helpers.registry.bytes import BATCH, SEQ, F, H, N, Sizes, V
 
@@ -90,7 +91,13 @@ def test_a_linear_whose_input_needs_no_gradient_saves_its_input_alone(name):
     assert ranks.run(_measure, 2, name, False, torch.float32, False, False) == [want] * 2
 
 
-def _two_layers(group, name, sp, dtype):
+@pytest.mark.thinned
+@EVERY
+@pytest.mark.parametrize("name", [name for name, row in registry.SAVED.items() if row.name == "ParallelAttention"])
+@on_ranks()
+def test_two_layers_of_attention(group, name, p, sp, dtype):
+    """They keep twice as much, but rotary tables that were made once for both are there once."""
+    want = registry.SAVED[name].bytes(Sizes(p, sp, dtype))
     row = registry.SAVED[name]
     module = row.make(group=group, sequence_parallel=sp, dtype=dtype)
     x = _input(row.takes, group.size(), sp, dtype)
@@ -98,17 +105,7 @@ def _two_layers(group, name, sp, dtype):
     if module.rope:
         options["cos_sin"] = module.rope.cos_sin(torch.arange(SEQ), dtype)
     shared = sum(t.untyped_storage().nbytes() for t in options.get("cos_sin", []))
-    return saved_bytes(lambda: module(module(x, **options), **options), module), shared
-
-
-@pytest.mark.thinned
-@EVERY
-@pytest.mark.parametrize("name", [name for name, row in registry.SAVED.items() if row.name == "ParallelAttention"])
-def test_two_layers_of_attention(name, p, sp, dtype):
-    """They keep twice as much, but rotary tables that were made once for both are there once."""
-    want = registry.SAVED[name].bytes(Sizes(p, sp, dtype))
-    for two_layers, shared in ranks.run(_two_layers, p, name, sp, dtype):
-        assert two_layers == 2 * want - shared
+    assert saved_bytes(lambda: module(module(x, **options), **options), module) == 2 * want - shared
 
 
 def _autocast(group):

@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tp_ext
-from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import _ops
 
 pytestmark = pytest.mark.core
@@ -189,28 +189,21 @@ def _exchanged(group, dim, sizes):
     return all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(eager, watched, want, strict=True))
 
 
-def _all_exchanged(group):
+@on_ranks(2, 3, 4, backend="gloo")
+def test_regions_move_the_same_with_and_without_them(group):
     p = group.size()
     cases = itertools.product(range(3), ([4] * p, [3, 0, 5, 1][:p], [2, 1, 1, 1][:p]))
-    return [case for case in cases if not _exchanged(group, *case)]
+    assert [case for case in cases if not _exchanged(group, *case)] == []
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
-def test_regions_move_the_same_with_and_without_them(p):
-    assert ranks.run(_all_exchanged, p) == [[]] * p
-
-
-def _profiled(group):
+@on_ranks(2, backend="gloo")
+def test_no_cat_and_no_permuted_copy_in_eager(group):
     """The operators that an eager gather and reduce-scatter of the last dim run."""
     x = torch.ones(4, 6)
     with torch.profiler.profile() as profile:
         y = tp_ext.all_gather_region(x, group, -1)
         tp_ext.reduce_scatter_region(y, group, -1)
         tp_ext.all_to_all_region(x, group, -1, 0)
-    return {event.name for event in profile.events()}
-
-
-def test_no_cat_and_no_permuted_copy_in_eager():
-    for names in ranks.run(_profiled, 2):
-        assert {"tp_ext::_pack_shards", "tp_ext::_unpack_shards"} <= names
-        assert not {"aten::cat", "aten::movedim", "aten::contiguous"} & names  # gloo itself clones
+    names = {event.name for event in profile.events()}
+    assert {"tp_ext::_pack_shards", "tp_ext::_unpack_shards"} <= names
+    assert not {"aten::cat", "aten::movedim", "aten::contiguous"} & names  # gloo itself clones
