@@ -121,7 +121,9 @@ def test_messages(group):
     assert found(counts) == {0: {("recv", 12): 1}, 1: {("send", 12): 1}}.get(rank, {})
 
 
-def _coalesced(group):
+@pytest.mark.core
+@on_ranks(2, 3)
+def test_a_coalesced_call_is_one_of_the_sum_of_its_sizes(group):
     p = group.size()
     with count_collectives() as counts:
         with dist._coalescing_manager(group=group, async_ops=True) as manager:
@@ -134,14 +136,9 @@ def _coalesced(group):
         with dist._coalescing_manager(group=group):
             dist.reduce_scatter_tensor(torch.ones(2), torch.ones(2 * p))
             dist.reduce_scatter_tensor(torch.ones(1), torch.ones(p))
-    return found(counts), counts.wire_bytes
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("p", [2, 3])
-def test_a_coalesced_call_is_one_of_the_sum_of_its_sizes(p):
     want = {("all_reduce", 32): 1, ("all_gather", 12 * p): 1, ("reduce_scatter", 12 * p): 1}
-    assert run(_coalesced, p) == [(want, float(Fraction(2 * (p - 1) * 32, p) + 24 * (p - 1)))] * p
+    assert found(counts) == want
+    assert counts.wire_bytes == float(Fraction(2 * (p - 1) * 32, p) + 24 * (p - 1))
 
 
 @pytest.mark.core
@@ -154,7 +151,9 @@ def test_every_operator_of_c10d_is_known():
     assert len(of_groups) > 15 and of_groups <= known
 
 
-def _symmetric(group):
+@pytest.mark.core
+@on_ranks(2, 4)
+def test_symmetric_memory_counts_as_the_collectives_it_stands_for(group):
     """Kernels for CPU tensors that do nothing: only the calls matter."""
     p, name = group.size(), group.group_name
     x, w = torch.ones(4, 6), torch.ones(6, 10)
@@ -169,14 +168,9 @@ def _symmetric(group):
         ops.fused_all_gather_matmul(x, [w], 0, name, return_A=False)
         ops.fused_matmul_reduce_scatter(x, w, "sum", 0, name)
     assert {row.group for row in counts.rows} == {name} and p == counts.rows[0].size
-    return found(counts), counts.wire_bytes
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("p", [2, 4])
-def test_symmetric_memory_counts_as_the_collectives_it_stands_for(p):
     want = {("all_reduce", 96): 1, ("all_reduce", 48): 1, ("all_gather", 96 * p): 1, ("reduce_scatter", 160): 1}
-    assert run(_symmetric, p) == [(want, (p - 1) / p * (2 * (96 + 48) + 96 * p + 160))] * p
+    assert found(counts) == want
+    assert counts.wire_bytes == (p - 1) / p * (2 * (96 + 48) + 96 * p + 160)
 
 
 # Groups, threads, blocks
