@@ -1,5 +1,6 @@
 """Plans, sharded models and simulated ranks leave nothing alive."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext import auto, debug
+from tp_ext.auto import planner
 
 IDS = torch.arange(12).view(2, 6)
 Refs = list[weakref.ref]
@@ -153,3 +155,24 @@ class NoDoubles(nn.Module):
 def test_failed_run_is_freed_before_next_one():
     plan = auto.plan(NoDoubles(), (torch.randn(3, 4),), 2)
     assert (plan.proof, len(plan.shardings)) == ("values", 3)
+
+
+@pytest.mark.parametrize("frozen", [pytest.param(False, id="none frozen"), pytest.param(True, id="some frozen")])
+@pytest.mark.parametrize("fails", [pytest.param(False, id="a plan"), pytest.param(True, id="a plan that is refused")])
+def test_objects_older_than_a_plan_are_frozen_during_it(frozen: bool, fails: bool, monkeypatch: pytest.MonkeyPatch):
+    counts, original = [], planner._planned
+
+    def noted(*args: Any) -> Any:
+        counts.append(gc.get_freeze_count())
+        return original(*args)
+
+    monkeypatch.setattr(planner, "_planned", noted)
+    if frozen:
+        gc.freeze()
+    try:
+        with pytest.raises(ValueError, match="forward fails") if fails else contextlib.nullcontext():
+            auto.plan(Model(), (IDS, IDS[:, :5]) if fails else (IDS,), 2)
+        assert counts and all(counts)
+        assert bool(gc.get_freeze_count()) == frozen  # those that the program has frozen stay so
+    finally:
+        gc.unfreeze()

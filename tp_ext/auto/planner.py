@@ -3,9 +3,11 @@ result by shapes and by values. What cannot be proven stays replicated."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -95,7 +97,7 @@ def plan(
     check_is_no_layer(model)
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     check_hints(model, options.hints)
-    with progress.shown():
+    with progress.shown(), _old_objects_apart():
         try:
             with without_modes():
                 result, planner = _planned(model, example, p, user_rules, options, prove, budget)
@@ -108,6 +110,21 @@ def plan(
     _check_sharded(result, planner, strict)
     _check_proof(result, strict)
     return result
+
+
+@contextlib.contextmanager
+def _old_objects_apart() -> Iterator[None]:
+    """Leaves what exists now out of collections of garbage, which the many new objects start and which would walk
+    through all libraries each time: a fifth of a plan."""
+    # Of a program that has frozen its own objects, `unfreeze` would free these, too
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _planned(
