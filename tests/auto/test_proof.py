@@ -275,27 +275,52 @@ def test_torch_logs_nothing_while_sizes_are_tried(monkeypatch: pytest.MonkeyPatc
     assert sorted(plan.shardings) == ALL and not logged and not logger.disabled
 
 
-def test_integers_that_forward_does_not_read_are_tried_once(monkeypatch: pytest.MonkeyPatch):
-    """Seven of them would be tried in all combinations, until the limit of runs."""
+class Numbers(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (x.shape[0], 24 // 6, 6)  # no integer of the module helps
+        return self.down(F.gelu(self.up(x).view(shape)).flatten(1))
 
-    class Numbers(Heads):
-        def forward(self, x: Tensor) -> Tensor:
-            shape = (x.shape[0], 24 // 6, 6)  # no integer of the module helps
-            return self.down(F.gelu(self.up(x).view(shape)).flatten(1))
 
-    model, runs = Numbers().double(), 0
-    for i in range(7):
-        setattr(model, f"unused_{i}", 24)
-    original = Localized.run
+class Renamed(Numbers):
+    """Its code may read any attribute."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        return original(*args, **kwargs)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, f"unused_{len(x.shape) - 2}") / 24
 
-    monkeypatch.setattr(Localized, "run", counted)
-    plan = auto.plan(model, (X,), 2, prove="shapes")
-    assert sorted(plan.shardings) == ALL and plan.sizes and runs < 40
+
+class Counted:
+    """Counts the calls of a method."""
+
+    def __init__(self, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, original = 0, getattr(cls, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(cls, name, counted)
+
+
+@pytest.mark.parametrize(
+    ("cls", "more"),
+    [
+        pytest.param(Numbers, 0, id="not read"),
+        # In all combinations of seven it would reach the limit of runs
+        pytest.param(Renamed, 7, id="perhaps read"),
+    ],
+)
+def test_integers_that_forward_does_not_read_cost_no_run_or_one(
+    cls: type[Numbers], more: int, monkeypatch: pytest.MonkeyPatch
+):
+    runs, numbers = Counted(Localized, "run", monkeypatch), []
+    for unused in (1, 8):
+        model = cls().double()
+        for i in range(unused):
+            setattr(model, f"unused_{i}", 24)
+        plan = auto.plan(model, (X,), 2, prove="shapes")
+        assert sorted(plan.shardings) == ALL and plan.sizes
+        numbers.append(runs.calls)
+    assert numbers[1] == 2 * numbers[0] + more
 
 
 def test_candidates_are_computed_once_for_all_reasons(monkeypatch: pytest.MonkeyPatch):

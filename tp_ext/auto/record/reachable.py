@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from tp_ext.auto.record.kept import while_used
 CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
 FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "tp_ext"}
 MAX_VISITED = 20_000  # a library of any size may be reachable: what comes later is not looked at
+NAMING = {"getattr", "__dict__", "vars", "attrgetter", "__getattribute__"}  # by these code reads any attribute
 LOADED = (types.ModuleType, types.FunctionType, type)
 _ABSENT = object()
 
@@ -53,6 +54,12 @@ class Reachable(CodePlaces):
         self._next: list[Any] = list(roots)
         while self._next and len(self._seen) < MAX_VISITED:
             self._visit(self._next.pop())
+
+    @property
+    def attributes(self) -> Collection[str] | None:
+        """The names of attributes that the code can read; None: of any."""
+        is_whole = len(self._seen) < MAX_VISITED and not self._mentioned & NAMING
+        return self._mentioned if is_whole else None
 
     def _visit(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, str | bytes | int | float | complex | Tensor | None):
@@ -154,6 +161,12 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(_is_data(x) for x in (value.values() if isinstance(value, dict) else value))
     return type(value).__name__ != "_lru_list_elem" and not callable(value)
+
+
+def reads_by_name(cls: type) -> bool:
+    """True if no code of torch, and none that makes names of attributes, reads attributes of this class of modules."""
+    bases = [base for base in cls.__mro__ if base not in (nn.Module, object)]
+    return not any(_is_foreign(base) or {"__getattr__", "__getattribute__"} & {*vars(base)} for base in bases)
 
 
 def _is_foreign(value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,21 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def places_of(model: nn.Module) -> CodePlaces:
     """Returns the containers in the modules of a model, and the places that its code can reach."""
+    places, functions = _held_by(model)
+    for reached in (reachable_from(model), *([Reachable(functions.values())] if functions else [])):
+        for name, inner in vars(places).items():
+            inner.update(getattr(reached, name))
+    return places
+
+
+def names_read(model: nn.Module) -> Collection[str] | None:
+    """Returns the names of attributes that the code of a model can read; None: of any."""
+    _, functions = _held_by(model)
+    return None if functions else reachable_from(model).attributes
+
+
+def _held_by(model: nn.Module) -> tuple[CodePlaces, dict[int, Any]]:
+    """The containers in the modules of a model, and the functions in these."""
     places = CodePlaces()
     level = [vars(module) for module in model.modules()]
     for depth in reversed(range(DEPTH)):  # level by level: what is near to a module is taken first
@@ -47,10 +62,7 @@ def places_of(model: nn.Module) -> CodePlaces:
         for value in container.values() if isinstance(container, dict) else container:
             if isinstance(value, FUNCTIONS):
                 functions[id(value)] = value
-    for reached in (reachable_from(model), *([Reachable(functions.values())] if functions else [])):
-        for name, inner in vars(places).items():
-            inner.update(getattr(reached, name))
-    return places
+    return places, functions
 
 
 def reachable_from(model: nn.Module) -> Reachable:

@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.record.edits import SizeCall
+from tp_ext.auto.record.reachable import reads_by_name
+from tp_ext.auto.record.unchanged import names_read
 from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.localize import Localized, MismatchError, Patches, PythonCall, compare_calls
 
@@ -75,6 +77,7 @@ class IntegerSearch:
         self.seen: dict[PatchesKey, _Seen] = {}
         self.changed = set(before.sizes) if before is not None else set()
         self.idle: set[str] = set()  # integers that changed nothing
+        self.names = names_read(localized.model)
         self.first = localized.runs
 
     def find(self) -> tuple[Local, list[PythonCall]]:
@@ -223,8 +226,13 @@ class IntegerSearch:
             for attribute, value in integers(self.module(holder)):
                 integer = f"{type(self.module(holder)).__qualname__}.{attribute}"
                 for new in self.values(holder).get(value, ()) if attribute not in done else ():
-                    if integer not in self.idle:
+                    if integer not in self.idle and self.may_read(holder, attribute):
                         yield integer, self.with_integer(state.patches, holder, attribute, value, new)
+
+    def may_read(self, holder: str, attribute: str) -> bool:
+        """False where no code reads an attribute: a trial costs a run. A config may have other names for it."""
+        by_name = "." not in attribute and reads_by_name(type(self.module(holder)))
+        return self.names is None or attribute in self.names or not by_name
 
     def with_integer(self, patches: Patches, holder: str, attribute: str, value: int, new: int) -> Patches:
         """Patches with an integer more. Modules of the same class have other widths: each has its own number there, and
