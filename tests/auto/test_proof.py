@@ -18,6 +18,7 @@ from tp_ext import auto
 from tp_ext.auto.proof.prove_values import SPAN, RunResults, compare_runs
 from tp_ext.auto.search import rounds
 from tp_ext.auto.search.choose import decisions
+from tp_ext.auto.search.integers import IntegerSearch
 from tp_ext.auto.search.localize import Localized
 from tp_ext.debug import simulate
 
@@ -321,6 +322,14 @@ def test_integers_that_forward_does_not_read_cost_no_run_or_one(
         assert sorted(plan.shardings) == ALL and plan.sizes
         numbers.append(runs.calls)
     assert numbers[1] == 2 * numbers[0] + more
+
+
+def test_code_of_equal_layers_is_searched_once(monkeypatch: pytest.MonkeyPatch):
+    model = nn.Sequential(*(Heads() for _ in range(3))).double()
+    searches = Counted(IntegerSearch, "find", monkeypatch)
+    plan = auto.plan(model, (X,), 2)
+    assert plan.proof == "values" and len(plan.shardings) == 3 * len(ALL) and plan.patches
+    assert searches.calls == 1  # not again in the proof, which runs two of the three
 
 
 def test_candidates_are_computed_once_for_all_reasons(monkeypatch: pytest.MonkeyPatch):

@@ -29,9 +29,9 @@ from tp_ext.auto.proof.shortened import shortened
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.edits import Draw
 from tp_ext.auto.record.numbers import ReadNumbers, read_ids
-from tp_ext.auto.record.record import tensors
+from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import Rule
-from tp_ext.auto.record.trace import arguments, trace
+from tp_ext.auto.record.trace import arguments
 from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
@@ -85,6 +85,7 @@ class Prover:
     ) -> None:
         self.gradients, self.read, self.carried = gradients, read, carried
         self.planner_of, self.apply = planner_of, apply
+        self.shapes = [t.shape for t in model.parameters()]
         self.p, self.reduced, self.example = self._reduced(model, example, plan, budget)
         # Grouped products of torch exist for some types only: None leaves those of the model
         self.dtypes = [*(t for t in TYPES if bytes_of(self.reduced, t) <= budget), None]
@@ -140,8 +141,10 @@ class Prover:
         short = example if self.read is not None else few_tokens(example, p)
         lengths = [[t.shape for _, t in tensors(arguments)] for arguments in (short, example)]
         for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
+            if candidate is example and [t.shape for t in reduced.parameters()] == self.shapes:
+                return candidate  # the model as it is, which has been traced
             try:
-                trace(reduced, candidate, operators=False)
+                self.planner_of(reduced, candidate, p, {})  # which traces it
                 return candidate
             except Exception as error:  # of the model's own code
                 failed = f"{type(error).__name__}: {error}"
@@ -301,16 +304,19 @@ def prover_of(
     carried: Plan | None = None,
 ) -> Prover:
     """The proof by values of what a planner found."""
+    last: list[tuple[nn.Module, Any, Record]] = []  # the model traced last, whose parts are planned one by one
 
     def planner_of(
         model: nn.Module, example: Any, p: int, only: Mapping[str, int], whole_tokens: Mapping[str, str] | None = None
     ) -> Planner:
-        record = traced(model, example, rules, planner.record.shares_inputs)
+        if not last or last[0][0] is not model or last[0][1] is not example:
+            last[:] = [(model, example, traced(model, example, rules, planner.record.shares_inputs))]
+        record = last[0][2]
         tokens = POSSIBLE if planner.proves_tokens else False
         options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only, local=planner.given)
         part = Planner(model, example, p, record, options)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
-        part.local = planner.local and planner.local.of(part.modules)  # tried first: equal code has equal integers
+        part.larger = planner
         return part
 
     # The gradient of an input that is sliced is that of its slice: such a call runs without

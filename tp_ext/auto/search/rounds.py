@@ -68,7 +68,8 @@ class Planner:
         self.only, self.given = options.only, options.local if len(options.local) == p else ()
         self.whole_tokens: dict[str, str] = {}  # kinds of modules whose sums the proof by values leaves whole
         self.together: list[list[str]] = []  # those that the last plan shards by one decision
-        self.local: Local | None = None  # integers of a rank in the last plan, or in that of a larger model
+        self.local: dict[int, Local] = {}  # the code of each rank in the last plan
+        self.larger: Planner | None = None  # of a model with more layers, whose code is tried first
         self.model, self.example, self.p, self.record = model, example, p, record
         self.hints, self.budget, self.blocks = options.hints, options.memory_budget, options.invariant_blocks
         self.sequence_parallel, self.proves_tokens = options.sequence_parallel, bool(options.sequence_parallel)
@@ -310,15 +311,18 @@ class Planner:
 
     def localize(self, state: State) -> None:
         """Finds the integers of every rank; ranks with the same local lengths share them."""
-        localized = self.localized(state)
-        searched: dict[tuple[int, ...], Local] = {}
-        proofs: dict[tuple[int, ...], str] = {}
+        localized, larger = self.localized(state), self.larger or self
+        searched, proofs = dict[tuple[int, ...], Local](), dict[tuple[int, ...], str]()
         state.proofs.clear()
+        # Where less is sharded than in all layers, integers that change no shape would stay local
+        sharded = {name for group in larger.together for name in group if name in self.names}
+        is_same = larger is not self and larger.p == self.p and state.cut.keys() == sharded
+        known = self.given or (larger.local if is_same else ())
         for rank in range(self.p):
             key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
             if key not in searched:
-                before = next(iter(searched.values()), self.local)
-                given = agreeing(localized, rank, self.given[rank]) if self.given else None
+                before = next(iter(searched.values()), larger.local[0].of(self.modules) if larger.local else None)
+                given = agreeing(localized, rank, known[rank]) if known else None
                 searched[key], calls = given or IntegerSearch(localized, rank, before).find()
                 proofs[key] = digest(calls)
             state.local[rank] = searched[key]
@@ -394,9 +398,9 @@ class Planner:
         flow = state.flow
         edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers]
         self.together = [list(decision.parameters) for decision in state.decisions]
-        self.local = state.local.get(0)
-        names = [name for name, _ in self.record.parameters.values()]
+        self.local = dict(state.local)
         candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard))
+        whole = [name for name, _ in self.record.parameters.values() if name not in state.cut]
         plan = Plan(
             p=self.p,
             shardings=self.shardings(state),
@@ -409,7 +413,7 @@ class Planner:
             draws=self.draws(state),
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
             sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
-            whole={a: self.reason(n, state, candidates) for n in names if n not in state.cut for a in self.names[n]},
+            whole={a: self.reason(n, state, candidates) for n in whole for a in self.names[n]},
             collectives=collectives_of(self.record, self.p, state),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
             example=described(self.example, self.record.read),
