@@ -270,8 +270,8 @@ class Prover:
         wide = {id(run.call): other.call for run, other in zip(narrow, runs, strict=True)}
         unproven = [replace(e.run, call=wide[id(e.run.call)], spare=None) for e in errors if e.run is not None]
         step = step_of(runs)
-        same = (id(step.call), step.training, step.backward)
-        return [step, *(run for run in unproven if (id(run.call), run.training, run.backward) != same)]
+        is_step = any(run.training and run.backward == step.backward for run in unproven)
+        return unproven if is_step else [step, *unproven]
 
     def _calls(self, dtype: torch.dtype | None) -> list[Any]:
         calls = examples(self.example, dtype, read_ids(self.read, arguments(self.example)))
