@@ -206,6 +206,9 @@ class _Applied:
     def __init__(self, plan: Plan, model: nn.Module, group: ParallelGroup) -> None:
         self.plan, self.model, self.group = plan, model, group
         self.old = dict(model.named_parameters(remove_duplicate=False))
+        self.names: dict[nn.Module, list[str]] = {}  # of the modules that stand for those of the model
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.names.setdefault(module, []).append(name)
         self.edits: EditsOfModules = {}
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
@@ -274,9 +277,9 @@ class _Applied:
         for key, value in old.__dict__.items():
             layer.__dict__.setdefault(key, value)
         # Code may call the module by any of its names
-        for other, module in list(self.model.named_modules(remove_duplicate=False)):
-            if module is old:
-                self.model.set_submodule(other, layer)
+        self.names[layer] = self.names.pop(old)
+        for other in self.names[layer]:
+            self.model.set_submodule(other, layer)
 
     def fuse_norms(self) -> None:
         """Replaces RMS norms on replicated tokens; their weights need no gradient sum."""

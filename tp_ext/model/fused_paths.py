@@ -9,6 +9,8 @@ def refuse_fused_paths(model: nn.Module, changed: Sequence[str]) -> None:
     """Keeps layers of ``nn.Transformer`` with one of the parameters or layers ``changed`` from torch's fused path of
     inference, which reads weights itself: it would take a shard for the full one, and know nothing of few bits."""
     for name, module in model.named_modules():
+        if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            continue
         inside = any(name_.startswith(f"{name}." if name else "") for name_ in changed)
         # A value of 0 fails a condition of the fused path, which torch takes where a layer has no hooks
         if inside and isinstance(module, nn.TransformerEncoderLayer):
