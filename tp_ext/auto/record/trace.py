@@ -240,6 +240,7 @@ def trace(
     change: Change | None = None,
     fakes: FakeTensorMode | None = None,
     shares_inputs: bool = False,
+    puts_back: bool = True,
 ) -> Record:
     """Runs a model once on fakes and returns the record.
 
@@ -251,6 +252,7 @@ def trace(
         change: of the numbers that code reads of parameters and buffers.
         fakes: the mode of the tensors of the example, where their lengths are symbols.
         shares_inputs: floating-point inputs may be sliced, as a cache is that a sharded model has returned whole.
+        puts_back: False: the caller is inside of :func:`unchanged`.
     """
     record = Record() if record is None else record
     record.reachable = reachable_from(model)
@@ -324,7 +326,7 @@ def trace(
         modes.append(_OperatorRules(record, rules or {}))
     if mode is not None:
         modes.append(mode)
-    with unchanged(model), _quiet_fakes(), contextlib.ExitStack() as stack:
+    with unchanged(model) if puts_back else contextlib.nullcontext(), _quiet_fakes(), contextlib.ExitStack() as stack:
         _watch(model, record, operators)
         stack.enter_context(plain_paths())
         for entered in modes:

@@ -216,7 +216,8 @@ class Localized:
             observer.record = record
         try:
             with self.local_model(rank, patches, sizes or {}) as shapes:
-                trace(self.model, self.example, shapes=shapes, record=record, operators=False, mode=observer)
+                options: dict[str, Any] = {"record": record, "operators": False, "mode": observer, "puts_back": False}
+                trace(self.model, self.example, shapes=shapes, **options)
         except Exception as error:
             # Of any type: wrong integers lead to wrong views, wrong indices and failed assertions of the user's code
             raised = MismatchError(record.modules[-1], f"{failure_of(error)}; {ADVICE}")
