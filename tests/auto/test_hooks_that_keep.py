@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune, weight_norm
 
 from tp_ext import auto
 from tp_ext.debug import simulate
@@ -103,6 +104,37 @@ def test_the_reason_names_the_hook():
     _attach(model, "up", KEEPERS["detached"])
     plan = auto.plan(model, {"x": X}, 2)
     assert "what a hook of up keeps, " in str(plan.whole) + str(plan.proof)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param(lambda up: prune.l1_unstructured(up, "weight", amount=0.5), id="pruned"),
+        pytest.param(lambda up: prune.random_structured(up, "weight", amount=0.5, dim=1), id="pruned columns"),
+        pytest.param(lambda up: prune.identity(up, "bias"), id="pruned bias"),
+        pytest.param(weight_norm, id="weight norm"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_hooks_of_torch_that_compute_a_weight_are_none_that_keep_one(changed):
+    def made():
+        changed((model := Model()).up)
+        return model
+
+    model = made()
+    wanted, _ = _run(model)
+    plan = auto.plan(model, {"x": X}, 2)
+    assert plan.proof == "values" and {"up.bias", "up.bias_orig"} & plan.shardings.keys()
+    assert "down.weight" in plan.shardings
+
+    def run(rank, group):  # masks are buffers, and a copy would not have what a hook has computed
+        torch.manual_seed(0)
+        copied = made()
+        copied.load_state_dict(model.state_dict())
+        return _run(auto.apply(plan, copied, group))
+
+    for y, _ in simulate(run, 2):
+        torch.testing.assert_close(y, wanted)
 
 
 HARMLESS = {

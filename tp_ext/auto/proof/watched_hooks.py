@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tp_ext._containers import contents_of
-from tp_ext.auto.record.machinery import is_of_machinery
+from tp_ext.auto.record.machinery import COMPUTING, MACHINERY, is_of
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _LENGTHS = {"size", "numel", "nelement", "__len__", "dim_order", "stride"}
@@ -83,7 +83,7 @@ def watched_hooks(model: nn.Module) -> Iterator[WatchedHooks]:
         for kind in FORWARD:
             hooks = vars(module)[kind]
             for key, hook in hooks.items():
-                if not is_of_machinery(hook):
+                if not is_of(hook, MACHINERY + COMPUTING):
                     before.append((hooks, key, hook))
                     hooks[key] = watched.watch(hook, f"a hook of {name or 'the model'}")
     try:

@@ -18,8 +18,3 @@ def is_of(value: Any, names: tuple[str, ...]) -> bool:
     of = value if isinstance(value, FUNCTIONS) else type(value)
     name = str(getattr(of, "__module__", ""))
     return name.startswith(tuple(f"{n}." for n in names)) or name in names
-
-
-def is_of_machinery(hook: Any) -> bool:
-    """Returns whether a hook is of a library, and changes no numbers."""
-    return is_of(hook, MACHINERY)
