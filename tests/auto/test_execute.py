@@ -56,6 +56,48 @@ def test_a_model_trains_as_unsharded(p: int) -> None:
     (ranks.run if p == 2 else run)(_trains, p)
 
 
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.attention(x, x, x, need_weights=False)[0])))
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        pytest.param(lambda bias: bias.register_hook(torch.sign), id="on a gradient"),
+        pytest.param(lambda bias: bias.register_post_accumulate_grad_hook(_halve), id="after it"),
+    ],
+)
+@pytest.mark.parametrize("name", ["down", "attention.out_proj"])
+def test_whole_biases_of_sharded_layers_keep_their_hooks(name: str, attach: Any) -> None:
+    torch.manual_seed(0)
+    dense, x = Pooled().double(), torch.randn(3, 4, 8, dtype=torch.float64)
+    state = copy.deepcopy(dense.state_dict())
+    attach(dense.get_submodule(name).bias)
+    dense(x).square().sum().backward()
+
+    def trained(group: Any) -> None:
+        model = Pooled().double()
+        model.load_state_dict(state)
+        attach(model.get_submodule(name).bias)
+        plan = auto.plan(model, (x,), 2)
+        assert f"{name}.weight" in plan.shardings and f"{name}.bias" not in plan.shardings
+        auto.apply(plan, model, group)(x).square().sum().backward()
+        same_gradients(dense, model, **close)
+
+    run(trained, 2)
+
+
 def _layers(group: Any) -> list[str]:
     _, sharded = _pair(group, Model(), EXAMPLE)
     gathers = ShardedLogits.gathers

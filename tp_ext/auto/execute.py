@@ -4,6 +4,7 @@ boundaries."""
 from __future__ import annotations
 
 import hashlib
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -307,7 +308,12 @@ class _Applied:
             alone._parameters.update(linear._parameters)
             self.replace(name, alone)
             return
-        layer = cls.from_linear(linear, group=self.group.name, parts=parts)
+        dense = shallow_copy(linear)
+        if (bias := linear._parameters.get("bias")) is not None and f"{name}.bias" not in self.plan.shardings:
+            # It stays the parameter that it is, with its hooks, which a conversion refuses
+            without_hooks = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+            dense._parameters = {**linear._parameters, "bias": without_hooks}
+        layer = cls.from_linear(dense, group=self.group.name, parts=parts)
         for attribute in ("weight", "bias"):
             parameter = layer._parameters.get(attribute)
             if parameter is None:
