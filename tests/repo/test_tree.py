@@ -326,7 +326,7 @@ FOLDERS = (
 )
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, "debug", "planner", "verify"])
+@pytest.mark.parametrize("name", [*FOLDERS, "debug", "planner", "simulation", "verify"])
 def test_tests_mirror_the_package(name):
     """tests/nn/test_x_more.py tests tp_ext/nn/x.py."""
     known = {file.stem for file in PACKAGE if file.parent == ROOT / "tp_ext" / name}

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tp_ext.sharding import Layout
-from tp_ext.verify.compare import Comparison, difference
+from tp_ext.simulation.comparison import difference
+from tp_ext.verify.compare import Comparison
 
 _LOOSE = 1e-3
 """Relative difference up to which numbers fit a hypothesis: the right sums of numbers that carry another, smaller error

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tp_ext.sharding import Part, Sharding
+from tp_ext.simulation.comparison import difference
 
 PartsOfDim = tuple[tuple[Part, ...], tuple[Part, ...]]
 """The parts of one sharded dim, at one rank and at p ranks; they differ where padding or copies depend on p."""
@@ -106,28 +107,6 @@ def compare(
     return best
 
 
-def difference(locals_: Sequence[Tensor], expected: Sequence[Tensor], floor: float = 0.0) -> float:
-    """Returns the largest difference of tensors of equal shapes, relative to the largest finite expected element or to
-    ``floor``; of integers 0 or infinity; infinity for other dtypes, and for NaN or infinities in other places."""
-    largest = 0.0
-    for local, right in zip(locals_, expected, strict=True):
-        if local.dtype != right.dtype:
-            return float("inf")
-        if torch.equal(local, right):
-            continue
-        if not (right.is_floating_point() or right.is_complex()):
-            return float("inf")
-        # Infinities and NaN in the same places are equal; what is left of them is a difference
-        same = (local == right) | (local.isnan() & right.isnan())
-        off = (_wide(local) - _wide(right)).abs().masked_fill_(same, 0)
-        largest = max(largest, _largest(off.nan_to_num_(float("inf"), float("inf"))))
-    if not largest:
-        return 0.0
-    sizes = (_wide(right).abs() for right in expected)
-    scale = max(floor, *(_largest(size.masked_fill(~size.isfinite(), 0)) for size in sizes))
-    return largest / scale if scale else float("inf")
-
-
 def is_partial(comparison: Comparison, bound: float) -> bool:
     """Returns whether the ranks hold tensors of the full shape whose sum is the right one."""
     full, placement = comparison.full, comparison.placement
@@ -155,11 +134,3 @@ def copies_summed(comparison: Comparison, floor: float = 0.0) -> Comparison:
             chunk = local.narrow(there.dim, share.local_start, share.length)
             total.narrow(there.dim, share.full_start, share.length).add_(chunk)
     return comparison._replace(error=min(comparison.error, difference([total], [full], floor)))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def _largest(x: Tensor) -> float:
-    return x.max().item() if x.numel() else 0.0

@@ -1,7 +1,7 @@
 """The run of a model on one rank, and what it has computed: weights, outputs, losses, gradients, inputs and outputs of
 every module."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tp_ext._containers import contents_of, is_cache
 from tp_ext.debug.collective_counts import count_collectives
 from tp_ext.group import parallel_group
 from tp_ext.model.census import census
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
+from tp_ext.simulation.comparison import loss_of, projection, tensors_of, weights_of
 from tp_ext.verify.compare import PartsOfDim, Placement, compare, placements
 from tp_ext.verify.precision import LowestPrecision
 
@@ -139,7 +139,7 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     # Before training has changed a weight, and without masks: what differs here is no matter of dropout or gradients
     with torch.no_grad(), _recorded(model, outcome.calls.setdefault("eval", []), progress):
         result = forward()
-    outcome.outputs["eval"] = [_kept(leaf) for leaf in output_leaves(result)]
+    outcome.outputs["eval"] = [_kept(leaf) for leaf in tensors_of(result).values()]
     # The loss of train mode is made with it: fixed numbers for each output, of which a rank takes its shard
     outcome.placed = _placed(group, task, outcome)
 
@@ -157,9 +157,9 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
             lowest.add(model)
         with _recorded(model, outcome.calls.setdefault("train", []), progress), lowest or _nothing():
             result = forward()
-        outcome.outputs["train"] = [_kept(leaf) for leaf in output_leaves(result)]
+        outcome.outputs["train"] = [_kept(leaf) for leaf in tensors_of(result).values()]
         with lowest or _nothing():
-            loss, outcome.scalar = loss_of(result, task, outcome)
+            loss, outcome.scalar = _loss_of(result, task, outcome)
         progress.phase = "backward"
         outcome.loss = loss.detach() if outcome.scalar else None
         with lowest or _nothing():
@@ -180,8 +180,8 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     for step in range(STEPS if optimizer is not None and loss.requires_grad else 0):
         if step:
             result = forward()
-            outcome.outputs[f"step {step}"] = [_kept(leaf) for leaf in output_leaves(result)]
-            loss_of(result, task, outcome)[0].backward()
+            outcome.outputs[f"step {step}"] = [_kept(leaf) for leaf in tensors_of(result).values()]
+            _loss_of(result, task, outcome)[0].backward()
         assert optimizer is not None
         optimizer.step()
         optimizer.zero_grad()
@@ -189,7 +189,7 @@ def run(rank: int, group: Any, task: Task) -> Outcome:
     for phase in LATER:
         model.train(phase == LATER[0])
         with torch.no_grad():
-            outcome.outputs[phase] = [_kept(leaf) for leaf in output_leaves(forward())]
+            outcome.outputs[phase] = [_kept(leaf) for leaf in tensors_of(forward()).values()]
     # Found anew: forward may have put another tensor in the place of a buffer
     entries = census(model, assumed=parallel_group(group)).state()
     outcome.trained = {name: _kept(entry.value) for name, entry in entries.items() if isinstance(entry.value, Tensor)}
@@ -229,39 +229,24 @@ def _built(group: Any, task: Task) -> nn.Module:
     return model if task.dtype is None else model.to(task.dtype)
 
 
-def output_leaves(result: Any) -> list[Any]:
-    """Returns the tensors of a result, with those in dataclasses and attributes of objects other than caches.
-
-    Raises:
-        UnfitModelError: the result has an object that may hold tensors and cannot be looked into.
-    """
-    contents = contents_of(result, "the result", is_cache)
-    for name, kind in contents.unknown.items():
-        raise UnfitModelError(f"{name}: a {kind} may hold tensors that cannot be compared; return a tuple of them")
-    return list(contents.tensors.values())
-
-
-def loss_of(result: Any, task: Task, outcome: Outcome) -> tuple[Tensor, bool]:
-    """Returns the loss of a result, and whether the result has one: it is a scalar, or has a scalar ``loss``. Else the
-    loss is the sum of the outputs times fixed random numbers, of which a rank takes its shard."""
-    named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    for scalar in (result, named):
-        if isinstance(scalar, Tensor) and scalar.dim() == 0 and scalar.is_floating_point():
-            return scalar, True
+def _loss_of(result: Any, task: Task, outcome: Outcome) -> tuple[Tensor, bool]:
+    """Returns the loss of a result, and whether the result has one. Else the loss is the projection of its outputs, of
+    which a rank takes its shard."""
+    if (loss := loss_of(result)) is not None:
+        return loss, True
     fulls = (task.reference or outcome).outputs["eval"]
-    total = torch.zeros((), dtype=torch.float64)
-    for index, leaf in enumerate(map(_plain, output_leaves(result))):
-        if not (leaf.is_floating_point() and leaf.requires_grad):
-            continue
-        placement, full = (outcome.placed + [None] * len(fulls))[index], fulls[index] if index < len(fulls) else None
-        generator = torch.Generator().manual_seed(index)
-        shape = leaf.shape if placement is None or full is None else full.shape
-        weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-        local = weights if placement is None else placement.expected(weights)[outcome.rank]
-        # Logits of an excluded entry are -inf in some models; their gradient is zero
-        finite = leaf.masked_fill(~leaf.isfinite(), 0)
-        total = total + (finite * local.to(leaf)).sum().to(torch.float64)
-    return total, False
+
+    def weights(name: str, shape: Sequence[int]) -> Tensor:
+        index = int(name)
+        placement = outcome.placed[index] if index < min(len(fulls), len(outcome.placed)) else None
+        if placement is None:
+            return weights_of(name, shape)
+        return placement.expected(weights_of(name, fulls[index].shape))[outcome.rank]
+
+    # Logits of an excluded entry are -inf in some models; their gradient is zero
+    finite = {str(i): x.masked_fill(~x.isfinite(), 0) for i, x in enumerate(map(_plain, tensors_of(result).values()))}
+    total = projection(finite, weights)
+    return torch.zeros((), dtype=torch.float64) if total is None else total, False
 
 
 def _arguments(task: Task) -> tuple[dict[str, Tensor], Callable[[], tuple[Any, Any]]]:
@@ -379,7 +364,7 @@ def _recorded(model: nn.Module, calls: list[RecordedCall], progress: Progress) -
                 call.output_gradients[i] = gradient.detach().clone()
                 progress.calling[:] = [name]
 
-            for index, leaf in enumerate(output_leaves(result)):
+            for index, leaf in enumerate(tensors_of(result).values()):
                 call.outputs.append(None if isinstance(leaf, nn.Parameter) else _kept(leaf))
                 if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                     leaf.register_hook(lambda g, i=index: got(i, g))

@@ -20,16 +20,15 @@ from tp_ext.debug.type_check import typecheck
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
 from tp_ext.simulation import simulate
+from tp_ext.simulation.comparison import UnfitResultError, bound_of, difference, noise_of
 from tp_ext.verify import causes
 from tp_ext.verify.arguments import arguments_of, check_make_model, numbers_of_ranks
-from tp_ext.verify.compare import Comparison, compare, difference
+from tp_ext.verify.compare import Comparison, compare
 from tp_ext.verify.localize import Trace, WrongModule
 from tp_ext.verify.precision import LowestPrecision
 from tp_ext.verify.record import LATER, STEPS, Outcome, Progress, Task, UnfitModelError, parts_at, run
 from tp_ext.verify.report import Finding, Report
 
-_BOUND = 1e-9
-"""Bound in fp64: a sum in another order differs by some 1e-15, deep models multiply it; mistakes are above 1e-6."""
 _STEPS = 100
 """The factor of the bound after steps: of a gradient's difference AdamW makes lr / eps = 100 times as much."""
 
@@ -114,7 +113,7 @@ def _simulated(p: int, task: Task, findings: list[Finding]) -> list[Outcome] | N
         return simulate(_run_compared, p, task, seed=task.seed)
     except RuntimeError as error:
         # This error does not depend on p: the caller must fix it, so it is raised and not reported as a finding
-        if isinstance(error.__cause__, UnfitModelError):
+        if isinstance(error.__cause__, UnfitModelError | UnfitResultError):
             raise error.__cause__ from None
         findings.append(_of_error(p, error, task))
         return None
@@ -143,11 +142,10 @@ def _reference(
             return outcomes[0], dtype, 0.0
         assert task.lowest is not None
         lowest = task.lowest.dtype
-        name = str(lowest).removeprefix("torch.")
+        name, bound = str(lowest).removeprefix("torch."), bound_of(lowest, "known")
         if lowest == torch.float64:
-            report.bounds = f"Computed in fp64, relative bound {_BOUND:g}."
-            return outcomes[0], dtype, _BOUND
-        bound = math.sqrt(torch.finfo(lowest).eps)
+            report.bounds = f"Computed in fp64, relative bound {bound:g}."
+            return outcomes[0], dtype, bound
         where = "Does not run in fp64 and is computed in" if dtype is None else "Some of the model is computed in"
         report.bounds = f"{where} {name}, relative bound {bound:.1e}: half of the digits, sums in another order differ."
         return outcomes[0], dtype, bound
@@ -246,7 +244,7 @@ class _OutcomeComparison:
     def _gradients(self) -> list[Finding]:
         fulls = self.reference.gradients
         # Of a gradient that is zero but for rounding, as of a bias before a norm, no digit is right
-        floor = 1e-3 * max((_largest(full) for full in fulls.values() if full is not None), default=0.0)
+        floor = noise_of(fulls.values())
         errors = {name: self._error_of_gradient(name, floor) for name in fulls}
         self.row["gradients"] = _shown(errors.values(), self.bound)
         wrong = [name for name, error in errors.items() if error > self.bound]
@@ -272,9 +270,7 @@ class _OutcomeComparison:
         if full is None or len(present) < len(locals_):
             return 0.0 if full is None and not present else math.inf
         right = [local for local in expected if local is not None]
-        if len(right) < len(present) or any(a.shape != b.shape for a, b in zip(present, right, strict=True)):
-            return math.inf
-        return difference(present, right, floor)
+        return math.inf if len(right) < len(present) else difference(present, right, floor)
 
     def _steps(self) -> list[Finding]:
         phases = (*(f"step {step}" for step in range(1, STEPS)), *LATER)
@@ -358,10 +354,6 @@ class _OutcomeComparison:
                 cause = f"a step has {count} on rank {rank} and {counts[0]} on rank 0: a branch on a local value"
                 return [self._finding("", f"collectives of rank {rank}", cause)]
         return []
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
 
 
 def _shown(errors: Any, bound: float) -> str:

@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tp_ext.auto.proof.copies import copied_model
-from tp_ext.auto.proof.prove_values import BOUNDS, Apply, Run, no_garbage
+from tp_ext.auto.proof.prove_values import Apply, Run, no_garbage
 from tp_ext.auto.record.reachable import Notes
 from tp_ext.auto.record.unchanged import places_of
 from tp_ext.auto.search.plans import Plan
 from tp_ext.simulation import simulate
+from tp_ext.simulation.comparison import bound_of
 
 MOST_ELEMENTS = 1 << 22  # of a result that is looked at
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -242,4 +243,4 @@ def first_difference_of(
         notes.put_back()
         ranks = simulate(kept, plan.p, plan)
         notes.put_back()
-    return _first_difference(unsharded, ranks, BOUNDS.get(dtype or torch.float32, 5e-2))
+    return _first_difference(unsharded, ranks, bound_of(dtype or torch.float32, "random"))

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-import tp_ext.random as tp_random
-from tp_ext._containers import contents_of, is_cache
 from tp_ext.auto.modules.logits import ShardedLogits
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.watched_hooks import watched_hooks
@@ -32,14 +27,11 @@ from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.unchanged import places_of
 from tp_ext.auto.search.localize import replaced
 from tp_ext.auto.search.plans import Plan
-from tp_ext.model.layouts import layouts_of
 from tp_ext.simulation import simulate
+from tp_ext.simulation.comparison import RunResults, bound_of, differences, layouts_by_name, results_of
 from tp_ext.simulation.rank_state import owned_by_ranks
 
 MAX_PROVEN_RANKS = 8  # that run; more ranks have smaller shards of the same kinds
-SPAN = 1 << 16  # elements that are compared at once
-BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}  # relative; models in fp64 convert to fp32 inside
-
 
 Apply = Callable[[Plan, nn.Module, Any], Any]
 
@@ -56,90 +48,18 @@ class UnprovenError(Exception):
     """A model cannot be run, for the reason given."""
 
 
-@dataclass
-class RunResults:
-    """The outputs, gradients and buffers of one run of a model.
-
-    Attributes:
-        outputs: the tensors by their path, and the numbers. gradients: those of inputs, ``input 0``, and parameters by
-        name. buffers: the floating-point ones after it, by name.
-    """
-
-    outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-    @functools.cached_property
-    def noise(self) -> float:
-        """A gradient of rounding noise alone has no size of its own, and is compared with this share of the largest."""
-        gradients = (t.abs() if t.is_complex() else t for t in self.gradients.values() if t.numel())
-        return 1e-3 * max(map(_largest, gradients), default=0.0)
-
-
-# ---------------------------------------------------------------- runs
-
-
-def run_model(
-    model: nn.Module,
-    call: Any,
-    backward: bool,
-    gather: Callable[[Any], Any] = lambda x: x,
-    input_gradients: bool = True,
-) -> RunResults:
-    """Runs a model once; the loss is a product of its outputs with random numbers. What hooks keep is an output."""
-    with watched_hooks(model) as hooks:
-        results = _results(model, call, backward, gather, input_gradients)
-    results.outputs |= hooks.kept()
-    return results
-
-
-def _results(
-    model: nn.Module, call: Any, backward: bool, gather: Callable[[Any], Any], input_gradients: bool
-) -> RunResults:
+def run_model(model: nn.Module, call: Any, backward: bool, input_gradients: bool = True) -> RunResults:
+    """Runs a model once. What hooks of a user keep is an output."""
 
     def fresh(x: Tensor) -> Tensor:
         # Copies: a model may write to its inputs, and both runs must get the same
         is_differentiable = backward and input_gradients and x.is_floating_point()
         return with_strides_of(x, x.detach().clone()).requires_grad_(is_differentiable)
 
-    args, kwargs = with_tensors(call, fresh)
-    for parameter in model.parameters():
-        parameter.grad = None  # of the run before; it would be added to
-    tp_random.manual_seed(0)
-    with torch.enable_grad() if backward else torch.no_grad():  # a model may take another path without gradients
-        result = gather(model(*args, **kwargs))
-        outputs = {".".join(map(str, path)): t for path, t in tensors(result)} | _in_objects(result)
-        # Random: under a plain sum elements that change places would pass, and a mean or a sum of squares is constant
-        # behind a norm, its gradients rounding noise. In fp64 and by name, so that outputs of another dtype or order
-        # get the same
-        generator = torch.Generator().manual_seed(2)
-        weights = {name: torch.randn(t.shape, generator=generator, dtype=torch.float64) for name, t in outputs.items()}
-        # Of a complex output the real part of the product, in which both of its parts are
-        phases = {name: 1 + 0.5j if t.is_complex() else 1 for name, t in outputs.items()}
-        terms = [(t * weights[n].to(t.dtype) * phases[n]).sum().real for n, t in outputs.items() if t.requires_grad]
-        # A number that the model returns was computed from local lengths as likely as a tensor was
-        numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, int | float)]
-        outputs |= {f"number {i}": torch.tensor(float(number)) for i, number in enumerate(numbers)}
-        if backward and terms:  # a model may return nothing that depends on a parameter
-            torch.stack([term.double() for term in terms]).sum().backward()
-    gradients = {f"input {i}": t.grad for i, (_, t) in enumerate(tensors((args, kwargs))) if t.grad is not None}
-    gradients |= {
-        name: p.grad.to_dense() if p.grad.is_sparse else p.grad  # of an embedding; comparisons take dense ones
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    # Statistics that forward updates; counters of steps are equal anyway
-    buffers = {name: b.clone() for name, b in model.named_buffers() if b.is_floating_point()}
-    return RunResults({name: t.detach() for name, t in outputs.items()}, gradients, buffers)
-
-
-def _in_objects(result: Any) -> dict[str, Tensor]:
-    """The tensors of a result in objects that a plan does not look into, other than caches: they must be whole."""
-    contents = contents_of(result, "result", is_cache)
-    for name, kind in contents.unknown.items():
-        raise UnprovenError(f"{name}: a {kind} may hold tensors that cannot be compared")
-    known = {id(t) for _, t in tensors(result)}
-    return {name: t for name, t in contents.tensors.items() if id(t) not in known}
+    with watched_hooks(model) as hooks:
+        results = results_of(model, *with_tensors(call, fresh), backward=backward, gather=full_logits)
+    results.outputs |= hooks.kept()
+    return results
 
 
 def full_logits(result: Any) -> Any:
@@ -148,50 +68,6 @@ def full_logits(result: Any) -> Any:
         if isinstance(tensor, ShardedLogits):
             result = replaced(result, path, ShardedLogits.full)  # type: ignore[arg-type]
     return result
-
-
-def _largest(tensor: Tensor, less: Tensor | None = None) -> float:
-    """The largest absolute value of a tensor, or of its difference from another; NaN if there is one."""
-    # In spans that stay in the cache: three passes over the gradient of a large table cost more than its backward
-    spans = tensor.reshape(-1).split(SPAN)
-    others = [torch.zeros(())] * len(spans) if less is None else less.reshape(-1).split(SPAN)
-    sizes = [(x.double() - y.double()).abs().max() for x, y in zip(spans, others, strict=True)]
-    return torch.stack(sizes).max().item()
-
-
-def _difference(name: str, wanted: Tensor | None, got: Tensor | None, scale: float) -> tuple[float, str]:
-    """The difference of a tensor relative to its largest element; infinite where one is missing."""
-    # A missing gradient equals zeros: the code of one side may have no path to the tensor
-    if wanted is None or got is None:
-        present = got if wanted is None else wanted
-        return (float("inf") if present is not None and present.any() else 0.0), name
-    if wanted.shape != got.shape:
-        return float("inf"), name
-    if not wanted.numel():
-        return 0.0, name
-    wanted, got = (torch.view_as_real(t) if t.is_complex() else t for t in (wanted, got))
-    error, largest = _largest(wanted, got), _largest(wanted)
-    # An output may be -inf on both sides, as masked scores are, and the difference of these is NaN
-    if not math.isfinite(error + largest):
-        both = torch.isfinite(wanted)
-        if not torch.equal(both, torch.isfinite(got)):
-            return float("inf"), name
-        error, largest = (_largest(wanted[both], got[both]), _largest(wanted[both])) if both.any() else (0.0, 0.0)
-    return error / max(largest, scale, 1e-30), name
-
-
-def compare_runs(wanted: RunResults, got: RunResults, layouts: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest difference of two runs, and the tensor's name; shards are compared with slices."""
-    rows = []
-    for kind in ("outputs", "gradients", "buffers"):
-        left, right = getattr(wanted, kind), getattr(got, kind)
-        for name in {**left, **right}:
-            full = left.get(name)
-            if full is not None and name in layouts and kind != "outputs":
-                full = layouts[name].shard(full)
-            what = {"outputs": f"the output {name}".rstrip(), "gradients": f"the gradient of {name}"}.get(kind, name)
-            rows.append(_difference(what, full, right.get(name), wanted.noise if kind == "gradients" else 0.0))
-    return max(rows, key=lambda row: row[0], default=(0.0, ""))
 
 
 @dataclass(frozen=True)
@@ -210,7 +86,7 @@ class Run:
     spare: Any = None
 
     def __call__(self, model: nn.Module) -> RunResults:
-        return run_model(model.train(self.training), self.call, self.backward, full_logits, self.input_gradients)
+        return run_model(model.train(self.training), self.call, self.backward, self.input_gradients)
 
 
 def prove(
@@ -234,7 +110,7 @@ def prove(
     """
     # Its shapes have been proven, in the types that the model has; calls that the example lacks are the user's
     plan = dataclasses.replace(plan, proofs=[], example=None)
-    bound = BOUNDS.get(dtype or torch.float32, 5e-2)
+    bound = bound_of(dtype or torch.float32, "random")
 
     def run_all(rank: int, group: Any, plan: Plan) -> tuple[list[RunResults], dict[str, Any]]:
         model = copied_model(reduced)
@@ -256,8 +132,8 @@ def prove(
     errors: dict[int, DifferentValuesError] = {}
     for rank, (results, of_rank) in enumerate(ranks):
         for i, (run, expected, got) in enumerate(zip(accepted, wanted, results, strict=True)):
-            size, name = compare_runs(expected, got, of_rank)
-            if not size <= bound:
+            size, name = max(differences(expected, got, of_rank), default=(0.0, ""))
+            if size > bound:
                 errors.setdefault(i, DifferentValuesError(f"{name} differs by {size:.0e} on rank {rank}", run))
     return list(errors.values())
 
@@ -364,12 +240,3 @@ def _accepted(
             spares = [dataclasses.replace(failed, call=failed.spare, spare=None)] if failed.spare is not None else []
             runs = [*runs[:at], *spares, *runs[at + 1 :]]
     raise UnprovenError(first_error)
-
-
-def layouts_by_name(model: nn.Module) -> dict[str, Any]:
-    """The layouts of parameters and buffers by their names."""
-    return {
-        f"{name}.{attribute}" if name else attribute: layout
-        for name, module in model.named_modules(remove_duplicate=False)
-        for attribute, layout in layouts_of(module).items()
-    }
