@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,15 @@ import tp_ext
 from tests.auto.architectures import MORE, build
 from tests.helpers import simulated
 from tests.helpers.ranks import RankError, run
+from tests.helpers.same_values import differences_of_states
 from tp_ext import auto
 from tp_ext.auto.guard import Guard
 from tp_ext.auto.module_state import Baseline
 from tp_ext.auto.proof.proven_plan import for_one_rank
 from tp_ext.auto.record.record import tensors
 from tp_ext.group import parallel_group
+from tp_ext.simulation.comparison import EXACT, differences_of_models
 
-BOUND = 1e-9
 STEPS = 3
 # Too large for a tiny configuration of theirs, or their class has no forward of its own
 NOT_BUILT = {"blt"}
@@ -72,9 +73,12 @@ class Result:
     def status(self) -> str:
         if self.refused:
             return f"refused: {self.refused}"
-        if not self.error <= BOUND:
+        if not self.error <= EXACT:
             return f"wrong: {self.where} differs by {self.error:.1e}"
         return "works" if not self.whole else f"works, partly whole: {self.whole}"
+
+    def worse(self, rows: Iterable[tuple[float, str]]) -> None:
+        self.error, self.where = max([(self.error, self.where), *rows])
 
 
 @contextlib.contextmanager
@@ -127,37 +131,23 @@ def compare_model(
             config._experts_implementation = "eager"  # grouped GEMMs have no fp64
     for guard in [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, Guard)]:
         guard.base = Baseline.of(model)  # which would refuse that: it branches on what the router chooses
-    shards = dict(tp_ext.shardings(model))
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (reference, model)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (reference, model)]
+    forward: list[int] = []
+    model.register_forward_hook(lambda *_: forward.append(counts.number))
     for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        tp_ext.manual_seed(step)
-        wanted = loss_or_squares(reference(**inputs))
-        wanted.backward()
-        tp_ext.manual_seed(step)
-        with tp_ext.debug.count_collectives() as forward:
-            loss = loss_or_squares(model(**inputs))
-        with tp_ext.debug.count_collectives() as backward:
-            loss.backward()
-        _worse(result, abs(wanted.item() - loss.item()), "the loss")
+        with tp_ext.debug.count_collectives() as counts:
+            rows = differences_of_models(reference, model, (), inputs, seed=step, input_gradients=False, call=_loss)
         if step == 0:
-            result.forward, result.backward = forward.number, backward.number
-            _compare_gradients(result, reference, model, shards, own.rank)
+            result.forward, result.backward = forward[0], counts.number - forward[0]
+        result.worse(rows)
         for optimizer in optimizers:
             optimizer.step()
-    full, expected = tp_ext.full_state_dict(model, group=group), reference.state_dict()
-    if set(full) != set(expected):
-        _worse(result, float("inf"), f"the keys {sorted(set(full) ^ set(expected))[:2]}")
-    for key in set(full) & set(expected):
-        if expected[key].numel():
-            _worse(result, (full[key].double() - expected[key].double()).abs().max().item(), key)
+    result.worse(differences_of_states(reference, model))
     return result
 
 
-def _worse(result: Result, error: float, where: str) -> None:
-    if not error <= result.error:
-        result.error, result.where = error, where
+def _loss(model: nn.Module, **inputs: Tensor) -> Tensor:
+    return loss_or_squares(model(**inputs))
 
 
 def _describe(result: Result, plan: auto.Plan, model: nn.Module) -> None:
@@ -168,25 +158,6 @@ def _describe(result: Result, plan: auto.Plan, model: nn.Module) -> None:
     largest = max((name for name in names if name in plan.whole), key=lambda name: names[name], default=None)
     if largest is not None and names[largest] > 0.02 * total:
         result.whole = plan.why(largest)
-
-
-def _compare_gradients(result: Result, reference: nn.Module, model: nn.Module, shards: Any, rank: int) -> None:
-    found = dict(model.named_parameters())
-    full = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    scale = max(gradient.abs().max().item() for gradient in full.values())
-    for name, parameter in found.items():
-        expected, own, sharding = full.get(name), parameter.grad, shards.get(name)
-        if expected is None or own is None:
-            if own is not None and own.abs().max() > 0:
-                _worse(result, float("inf"), f"{name}, which has no gradient,")
-            if expected is not None:
-                _worse(result, float("inf"), f"the missing gradient of {name}")
-            continue
-        if sharding is not None:
-            expected = sharding.shard(expected, rank, result.p)
-        if expected.numel():
-            error = (expected - own).abs().max() / max(full[name].abs().max().item(), 1e-6 * scale)
-            _worse(result, error.item(), f"the gradient of {name}")
 
 
 def names() -> list[str]:
@@ -247,7 +218,7 @@ def main() -> None:
                 with options.kept.open("a") as file:
                     file.write(json.dumps(dataclasses.asdict(result)) + "\n")
     exact = {
-        p: sum(one.error <= BOUND and not one.refused for found in results.values() for one in found if one.p == p)
+        p: sum(one.error <= EXACT and not one.refused for found in results.values() for one in found if one.p == p)
         for p in options.ranks
     }
     print(f"of {len(results)}: " + ", ".join(f"{number} exact at p = {p}" for p, number in exact.items()))
@@ -275,7 +246,7 @@ def table(results: dict[str, list[Result]], ranks: list[int], exact: dict[int, i
     for name, found in sorted(results.items()):
         first = found[0]
         states = " | ".join(one.status.partition(":")[0] for one in found)
-        why = next((one.refused or one.whole or (one.where if one.error > BOUND else "") for one in found), "")
+        why = next((one.refused or one.whole or (one.where if one.error > EXACT else "") for one in found), "")
         why = why.replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
         cells = f"{first.cut:.0%} | {first.forward} + {first.backward} | {first.patched} | {why}"
         lines.append(f"| {name} | {states} | {cells} |")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import BatchEncoding, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.proof.random_values import examples, filled

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 import tp_ext
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
 

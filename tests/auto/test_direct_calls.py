@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
 
@@ -178,17 +178,7 @@ def _compare(group: Any, made: type[nn.Module], call: Callable[[Any, Tensor], Te
     plan = auto.plan(model, (tokens() if made is LanguageModel else x,), group.size(), sequence_parallel=tokens_too)
     assert plan.shardings
     sharded = auto.apply(plan, copy.deepcopy(model), group)
-    gradients = []
-    for each in (model, sharded):
-        argument = x.clone().requires_grad_()
-        y = call(each, argument)
-        (y**2).sum().backward()
-        gradients.append((y.detach(), argument.grad))
-    torch.testing.assert_close(gradients[1], gradients[0], **close)
-    for parameter in (*model.parameters(), *sharded.parameters()):
-        # A conversion gives zeros where the unsharded model gives no gradient
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    same_gradients(model, sharded, **close)
+    same_values(model, sharded, (x,), call=call)
 
 
 def _compare_named(group: Any, name: str, tokens_too: bool | str) -> None:

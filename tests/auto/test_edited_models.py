@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
 
@@ -157,16 +157,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def _compare(model: nn.Module, sharded: nn.Module, x: Tensor) -> None:
-    results = []
-    for each in (model, sharded):
-        each.zero_grad()
-        given = x.clone().requires_grad_()
-        output = each(given)
-        (output * torch.arange(output.numel()).view_as(output).sin()).sum().backward()
-        results.append((output, given.grad))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, **close)
-    same_gradients(model, sharded, **close)
+    same_values(model, sharded, (x,))
 
 
 def _models(group: Any) -> tuple[nn.Module, nn.Module, Tensor]:

@@ -16,7 +16,7 @@ from tests.auto.test_planner import EXAMPLE, VOCAB, WIDTH, Block, Model
 from tests.auto.traps.run import TRAPS
 from tests.helpers import ranks
 from tests.helpers.ranks import run_raises
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.modules.logits import ShardedLogits
@@ -186,10 +186,7 @@ def _uses(group: Any, use: str) -> int:
         found.double().pow(2).mean().backward()
         for a, b in zip(tp_ext.full_state_dict(sharded, group=group).items(), dense.state_dict().items(), strict=True):
             assert a[0] == b[0] and torch.equal(a[1], b[1])
-        own, layouts = dict(sharded.named_parameters()), dict(tp_ext.layouts(sharded))
-        for name, parameter in dense.named_parameters():
-            shard = layouts[name].shard(parameter.grad) if layouts.get(name) else parameter.grad
-            torch.testing.assert_close(own[name].grad, shard, rtol=1e-5, atol=1e-6)
+        same_gradients(dense, sharded, rtol=1e-5, atol=1e-6)
     return ShardedLogits.gathers - gathers
 
 

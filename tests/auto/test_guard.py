@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto import guard
@@ -132,15 +132,7 @@ def _models(group: Any, made: type[nn.Module], example: dict[str, Any]) -> tuple
 
 def _compare(model: nn.Module, sharded: nn.Module, call: Callable[[nn.Module, Tensor], Any], tokens: int = 5) -> None:
     """Runs both; outputs and all gradients are the same."""
-    inputs, outputs = [], []
-    for each in (model, sharded):
-        each.zero_grad()
-        inputs.append(_x(tokens).requires_grad_())
-        outputs.append(call(each, inputs[-1]))
-        (outputs[-1] * torch.arange(outputs[-1].numel()).view_as(outputs[-1]).sin()).sum().backward()
-    torch.testing.assert_close(outputs[1], outputs[0], **close)
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
-    same_gradients(model, sharded, **close)
+    same_values(model, sharded, (_x(tokens),), call=call)
 
 
 def _refused(call: Callable[[], Any], words: str) -> None:

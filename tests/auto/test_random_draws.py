@@ -16,13 +16,13 @@ import tp_ext
 from tests.auto.test_sequence_parallel import VOCAB, Gpt
 from tests.helpers import one_plan
 from tests.helpers.ranks import run_raises
+from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto.proof.copies import copied_model
 from tp_ext.auto.proof.proven_plan import for_one_rank
 from tp_ext.group import parallel_group
 
-close = {"rtol": 1e-11, "atol": 1e-12}
 WIDTH, INNER = 16, 24
 KINDS = ("none", "F.dropout", "nn.Dropout", "sdpa", "sdpa with dropout")
 
@@ -36,23 +36,14 @@ def compare_with_one_rank(
     plan = auto.plan(model, x, parallel_group(group).size, **options)
     alone = auto.apply(for_one_rank(plan, dict(model.named_modules())), copy.deepcopy(model), None)
     sharded = auto.apply(plan, copy.deepcopy(model), group)
-    own, layouts = dict(sharded.named_parameters()), dict(tp_ext.layouts(sharded))
     for how in hows:
-        losses = []
-        for one in (alone, sharded):
+        for each in (alone, sharded):
             if how == "compile":
-                for block in one.blocks:
+                for block in each.blocks:
                     block.compile(backend="aot_eager")
-            for module in one.train(how != "eval").modules():
+            for module in each.train(how != "eval").modules():
                 module.how = how
-            one.zero_grad()
-            tp_ext.manual_seed(5)
-            losses.append(one(*x).pow(2).mean())
-            losses[-1].backward()
-        torch.testing.assert_close(losses[1], losses[0], **close, msg=how)
-        for name, parameter in alone.named_parameters():
-            expected = layouts[name].shard(parameter.grad) if layouts.get(name) else parameter.grad
-            torch.testing.assert_close(own[name].grad, expected, **close, msg=f"{how}: {name}")
+        same_values(alone, sharded, x, seed=5)
     return plan
 
 
@@ -369,14 +360,8 @@ def _adapted(group: Any) -> list[str]:
     for one in (alone, sharded):
         tp_ext.manual_seed(1)
         names.append(tp_ext.add_lora(one, targets=["qkv", "down"], r=2, alpha=4.0, dropout=0.2))
-        tp_ext.manual_seed(2)
-        one(x).pow(2).mean().backward()
     assert names[0] == names[1]
-    layouts, own = dict(tp_ext.layouts(sharded)), dict(sharded.named_parameters())
-    for name, parameter in alone.named_parameters():
-        if parameter.requires_grad:
-            expected = layouts[name].shard(parameter.grad) if layouts.get(name) else parameter.grad
-            torch.testing.assert_close(own[name].grad, expected, **close, msg=name)
+    same_values(alone, sharded, (x,), seed=2)
     return names[0]
 
 

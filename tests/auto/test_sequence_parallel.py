@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.auto.architectures import build
-from tests.auto.compare import BOUND, compare_model, loss_or_squares, only_doubles
+from tests.auto.compare import EXACT, compare_model, loss_or_squares, only_doubles
 from tests.auto.test_execute import close
 from tests.auto.test_planner import EXAMPLE, Model
 from tests.helpers.ranks import run_raises
+from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.conversions import I, P, R, S
@@ -86,19 +87,6 @@ def _sharded(group: Any, dense: nn.Module, tokens: int = 5, **options: Any) -> n
     options.setdefault("sequence_parallel", True)
     plan = auto.plan(dense, _inputs(tokens), parallel_group(group).size, **options)
     return auto.apply(plan, copy.deepcopy(dense), group)
-
-
-def _same_gradients(dense: nn.Module, sharded: nn.Module) -> None:
-    own, layouts = dict(sharded.named_parameters()), dict(tp_ext.layouts(sharded))
-    for name, parameter in dense.named_parameters():
-        expected, found = parameter.grad, own[name].grad
-        if not parameter.requires_grad:
-            assert found is None, name
-            continue
-        assert expected is not None and found is not None, name
-        torch.testing.assert_close(
-            found, layouts[name].shard(expected) if layouts.get(name) else expected, **close, msg=name
-        )
 
 
 # ---------------------------------------------------------------- plans
@@ -201,7 +189,7 @@ def _trains(group: Any, name: str) -> tuple[float, str]:
 def test_it_trains_as_unsharded(name: str, p: int) -> None:
     with only_doubles():  # 5 tokens on 2 and on 4 ranks: uneven shards
         for error, status in run(_trains, p, name):
-            assert error <= BOUND and status.startswith("works"), status
+            assert error <= EXACT and status.startswith("works"), status
 
 
 def _lengths(group: Any) -> None:
@@ -216,7 +204,7 @@ def _lengths(group: Any) -> None:
         torch.testing.assert_close(found, expected, **close)
         expected.backward()
         found.backward()
-        _same_gradients(dense, sharded)
+        same_gradients(dense, sharded, **close)
     with torch.no_grad(), tp_ext.debug.count_collectives() as counts:  # as it generates
         torch.testing.assert_close(sharded(_inputs(7)["ids"]), dense(_inputs(7)["ids"]), **close)
     assert "reduce_scatter" not in counts.by_kind()
@@ -311,7 +299,7 @@ def _survives(group: Any, how: str) -> None:
     # Two lengths before backward: a recomputation must not take that of the last forward
     (dense(**_inputs(5)) + dense(**_inputs(7)) + dense(**_inputs(1))).backward()
     (sharded(**_inputs(5)) + sharded(**_inputs(7)) + sharded(**_inputs(1))).backward()
-    _same_gradients(dense, sharded)
+    same_gradients(dense, sharded, **close)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "compile", "checkpoint", "reentrant checkpoint"])
@@ -392,7 +380,7 @@ def _adapters(group: Any, name: str, targets: list[str]) -> None:
         torch.testing.assert_close(*losses, **close)
         for loss in losses:
             loss.backward()
-    _same_gradients(dense, sharded)
+    same_gradients(dense, sharded, **close)
     tp_ext.merge_lora(sharded)
     torch.testing.assert_close(
         loss_or_squares(sharded(**inputs)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from tests.auto.compare import BOUND, compare_model
+from tests.auto.compare import EXACT, compare_model
 from tests.auto.users_files import caches, llama2c, mingpt, nanogpt, widths
 from tests.helpers import ranks
 from tests.helpers.on_ranks import on_ranks
@@ -74,7 +74,7 @@ def _trains(group: Any, names: list[str]) -> None:
         model = build().double().eval()  # without dropout: masks are those of tp_ext, not of torch
         result = compare_model(group, name, model, inputs(), build().double().eval())
         plan = model.tp_ext_plan
-        assert not result.refused and result.error <= BOUND, (name, result.refused, result.where, result.error)
+        assert not result.refused and result.error <= EXACT, (name, result.refused, result.where, result.error)
         assert share(plan) >= LEAST, (name, str(plan))
         assert plan.p != 2 or plan.patches == PATCHED.get(name, plan.patches), (name, plan.patches)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
 from tp_ext.auto import guard
@@ -171,15 +171,7 @@ def _compare(group: Any, member: str) -> list[str]:
     assert plan.proof == "values"
     sharded = auto.apply(plan, copy.deepcopy(model), group)
     for seed, given in enumerate([values, *others, values]):
-        for each in (model, sharded):
-            each.zero_grad()
-        pairs = [(each, _x(seed).requires_grad_()) for each in (model, sharded)]
-        outputs = [each(x, given.clone()) for each, x in pairs]
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
-        for output in outputs:
-            (output**2).sum().backward()
-        torch.testing.assert_close(pairs[1][1].grad, pairs[0][1].grad, rtol=1e-11, atol=1e-12)
-        same_gradients(model, sharded, rtol=1e-11, atol=1e-12)
+        same_values(model, sharded, (_x(seed), given))
     return sorted(plan.shardings)
 
 

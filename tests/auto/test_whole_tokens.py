@@ -13,7 +13,8 @@ from torch import Tensor
 
 import tp_ext
 from tests.auto.test_execute import close
-from tests.auto.test_sequence_parallel import Gpt, _inputs, _same_gradients, _sharded
+from tests.auto.test_sequence_parallel import Gpt, _inputs, _sharded
+from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 
 
@@ -71,17 +72,7 @@ def _compare(dense: Any, sharded: Any, given: dict[str, Any], recompute: Any = N
         for model in (dense, sharded):
             model.recompute = recompute if model is sharded else None
             model.zero_grad()
-        outputs = []
-        for model in (dense, sharded):
-            tp_ext.manual_seed(3)
-            output = model(**given)
-            outputs.append(output if isinstance(output, tuple) else (output,))
-    for expected, found in zip(*outputs, strict=True):
-        torch.testing.assert_close(found, expected, **close)
-    if torch.is_grad_enabled():
-        for results in outputs:
-            sum((t * torch.arange(t.numel()).view_as(t).add(1).cos()).sum() for t in results).backward()
-        _same_gradients(dense, sharded)
+        same_values(dense, sharded, (), given, seed=3, backward=torch.is_grad_enabled())
     return counts.by_kind()
 
 

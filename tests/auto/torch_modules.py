@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import tp_ext
+from tests.helpers.same_values import assert_small, differences_of_states, same_values
 from tp_ext import auto
 from tp_ext.group import parallel_group
 
-close = {"rtol": 1e-10, "atol": 1e-11}
+BOUND = 1e-10
 Model = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 
 
@@ -54,30 +54,10 @@ def same(group: Any, name: str, table: str, file: str) -> list[str]:
     auto.apply(plan, model, group)
     # eps: gradients that cancel to rounding, those of biases before a norm or a softmax, Adam would scale up
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3) for one in (dense, model)]
-    layouts, sharded = dict(tp_ext.layouts(model)), dict(model.named_parameters())
     for _ in range(3):
-        wanted, found = dense(*inputs), model(*inputs)
-        torch.testing.assert_close(found, wanted, **close)
-        for one, optimizer in zip((wanted, found), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(one).backward()
-        for own, parameter in dense.named_parameters():
-            expected, gradient = parameter.grad, sharded[own].grad
-            assert (expected is None) == (gradient is None), own
-            if expected is not None:
-                expected = layouts[own].shard(expected) if layouts.get(own) else expected
-                torch.testing.assert_close(gradient, expected, **close, msg=lambda text, own=own: f"{own}: {text}")
+        same_values(dense, model, inputs, bound=BOUND)
         for optimizer in optimizers:
             optimizer.step()
-    full = tp_ext.full_state_dict(model, group=group)
-    assert list(full) == list(dense.state_dict())
-    for own, value in dense.state_dict().items():
-        torch.testing.assert_close(full[own], value, **close, msg=own)
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(*inputs), dense.eval()(*inputs), **close)
+    assert_small(differences_of_states(dense, model), BOUND)
+    same_values(dense.eval(), model.eval(), inputs, bound=BOUND, backward=False)
     return sorted(plan.shardings)
-
-
-def loss_of(output: Any) -> Tensor:
-    tensors = [output] if isinstance(output, Tensor) else [t for t in output if t is not None]
-    return sum((t.square().mean() for t in tensors), torch.zeros((), dtype=torch.float64))

@@ -9,7 +9,7 @@ from torch import nn
 import tp_ext
 from tests.helpers import simulated
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_gradients
 from tp_ext.low_precision import Float8, float8
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.same_gradients import same_gradients
+from tests.helpers.same_values import same_gradients
 from tp_ext.nn.forms import Form
 
 FP64 = {"dtype": torch.float64}

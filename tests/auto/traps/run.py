@@ -27,6 +27,8 @@ from tests.auto.traps.trap import TRAPS, Trap
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError
 from tests.helpers.ranks import run as run_processes
+from tests.helpers.same_values import differences_of_states
+from tp_ext.simulation.comparison import differences_of_models
 
 EXAMPLE, STEPS = (3, 5), ((2, 7), (3, 5), (4, 3))
 for file in sorted(
@@ -82,48 +84,6 @@ class Result:
         return 0.9 if self.name in FULLY else self.trap.share
 
 
-def tensors(value: Any) -> Iterator[Any]:
-    """The tensors and numbers in a result of forward, in order."""
-    if dataclasses.is_dataclass(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-    elif value is not None:
-        yield value
-
-
-def difference(a: Any, b: Any) -> float:
-    """Largest difference, relative to the largest number (at least 1e-3) of b."""
-    if isinstance(a, Tensor) != isinstance(b, Tensor) or not isinstance(b, Tensor):
-        return 0.0 if a == b else abs(a - b) if isinstance(a, float) else float("inf")
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
-    if not b.numel():
-        return 0.0
-    if b.dtype in (torch.bool, torch.long, torch.int):
-        return float((a != b).any())
-    a, b = a.detach().to_dense(), b.detach().to_dense()
-    if not torch.equal(a.isnan(), b.isnan()):
-        return float("inf")
-    a, b = a.nan_to_num(), b.nan_to_num()
-    return float((a - b).abs().max() / max(float(b.abs().max()), 1e-3))
-
-
-def projection(outputs: list[Any]) -> Tensor | None:
-    """The sum of all results, each times fixed random numbers; None if none has a gradient."""
-    total = None
-    for i, y in enumerate(outputs):
-        if isinstance(y, Tensor) and y.requires_grad:
-            y = torch.view_as_real(y).double() if y.is_complex() else y.double()
-            weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(i))
-            term = (y * weights).sum()
-            total = term if total is None else total + term
-    return total
-
-
 class Case:
     """A model and its reference, on one rank. `plans` are those of an earlier rank in this process."""
 
@@ -148,10 +108,6 @@ class Case:
             self.result.refused = " ".join(str(error).split()) or "ValueError"
             return
         tp_ext.auto.apply(plan, self.model, group, **trap.apply(example))
-        shardings = {name: sharding for name, sharding in tp_ext.shardings(self.model) if sharding is not None}
-        named = list(self.model.named_parameters(remove_duplicate=False))
-        by_parameter = {id(parameter): shardings[name] for name, parameter in named if name in shardings}
-        self.shards = {name: by_parameter[id(parameter)] for name, parameter in named if id(parameter) in by_parameter}
 
     def plan(self, model: nn.Module, example: Any, p: int) -> tp_ext.auto.Plan:
         if p not in self.plans:
@@ -171,59 +127,20 @@ class Case:
         torch.manual_seed(size[0])
         return (make or self.trap.inputs)(*size)
 
-    def call(self, model: nn.Module, inputs: Any, seed: int) -> tuple[list[Any], list[Tensor]]:
-        """Results and those inputs that have gradients."""
-        leaves, kind = [], type(inputs)
-        items = inputs.items() if kind is dict else enumerate(inputs)
-        copies = {}
-        for key, value in items:
-            if isinstance(value, Tensor):
-                value = value.clone()
-                if value.is_floating_point() and torch.is_grad_enabled():
-                    leaves.append(value.requires_grad_())
-            copies[key] = value
-        tp_ext.manual_seed(seed)
-        outputs = model(**copies) if kind is dict else model(*copies.values())
-        return list(tensors(outputs)), leaves
-
     def compare(self, inputs: Any, seed: int, kind: str) -> None:
         """One call of both, and backward."""
-        result = self.result
-        wanted, inputs_wanted = self.call(self.reference, inputs, seed)
-        found, inputs_found = self.call(self.model, inputs, seed)
-        if len(wanted) != len(found):
-            result.worse(f"{kind} results", float("inf"))
-            return
-        for a, b in zip(found, wanted, strict=True):
-            result.worse(f"{kind} output", difference(a, b))
-        if not torch.is_grad_enabled() or result.errors[f"{kind} output"] == float("inf"):
-            return
-        for outputs in (wanted, found):
-            loss = projection(outputs)
-            if loss is not None:
-                loss.backward()
-        for a, b in zip(inputs_found, inputs_wanted, strict=True):
-            result.worse(f"{kind} input.grad", difference_or_none(a.grad, b.grad))
-        full = dict(self.reference.named_parameters(remove_duplicate=False))
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            gradient = full[name].grad
-            if gradient is not None and name in self.shards:
-                gradient = self.shards[name].shard(gradient.to_dense(), self.rank, self.p)
-            result.worse(f"{kind} grad", difference_or_none(parameter.grad, gradient))
+        given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        backward = torch.is_grad_enabled()
+        for error, name in differences_of_models(self.reference, self.model, *given, seed=seed, backward=backward):
+            self.result.worse(f"{kind}: {name}", error)
 
     def train(self) -> None:
         self.set_mode("train")
         optimizers = [self.trap.optimizer(model.parameters()) for model in (self.reference, self.model)]
         for step, size in enumerate(STEPS):
-            self.zero_grad()
             self.compare(self.inputs(size), step, "train")
             for optimizer in optimizers:
                 optimizer.step()
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        for model in (self.reference, self.model):
-            model.zero_grad()
 
     def set_mode(self, mode: str) -> None:
         for model in (self.reference, self.model):
@@ -234,13 +151,11 @@ class Case:
         self.compare(self.inputs((2, 6)), 11, "eval")
         with torch.no_grad():
             self.compare(self.inputs((5, 4)), 12, "no_grad")
-        self.zero_grad()
 
     def call_others(self) -> None:
         """Calls that the example lacks."""
         self.set_mode(self.trap.planned)
         for i, make in enumerate(self.trap.others):
-            self.zero_grad()
             with self.refusals():
                 self.compare(self.inputs((2, 5), make), 13 + i, f"other {i}")
 
@@ -255,19 +170,9 @@ class Case:
                 raise
             self.result.raised = " ".join(str(error).split())
 
-    def compare_state(self, group: Any) -> None:
-        full, wanted = tp_ext.full_state_dict(self.model, group=group), self.reference.state_dict()
-        wanted = {name.replace("_orig_mod.", ""): tensor for name, tensor in wanted.items()}  # as full_state_dict
-        if list(full) != list(wanted):
-            self.result.worse("state keys", float("inf"))
-        for name in set(full) & set(wanted):
-            self.result.worse("state", difference(full[name], wanted[name]))
-
-
-def difference_or_none(a: Tensor | None, b: Tensor | None) -> float:
-    if b is None:
-        return 0.0 if a is None or not a.abs().max() else float("inf")
-    return difference(a, b) if a is not None else float(b.abs().max() > 0) and float("inf")
+    def compare_state(self) -> None:
+        for error, name in differences_of_states(self.reference, self.model):
+            self.result.worse(name, error)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -308,7 +213,7 @@ def check(group: Any, name: str, rank: int, p: int, plans: dict) -> Result:
                     case.train()
                 if "eval" in case.trap.modes:
                     case.evaluate()
-                case.compare_state(group)
+                case.compare_state()
                 case.call_others()
         return case.result
     finally:
