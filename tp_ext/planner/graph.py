@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, majors
-from tp_ext.auto.record.record import MEMORY_VIEWS, Record, Step
-from tp_ext.auto.record.rules import LOOK_UPS
+from tp_ext.auto.record.operators import row_of
+from tp_ext.auto.record.record import Record, Step
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "convolution"}
-VIEWS = MEMORY_VIEWS | {"lift_fresh", "squeeze_", "unsqueeze_"}
+FREE = {"lift_fresh", "squeeze_", "unsqueeze_"}  # they run no kernel, and share no memory of an argument in the record
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,7 +76,7 @@ class Graph:
             maker = self.record.maker.get(id(tensor))
             if id(tensor) in self._passed:
                 tensor = self._passed[id(tensor)]
-            elif maker is not None and maker.name in VIEWS and maker.inputs:
+            elif maker is not None and _is_view(maker) and maker.inputs:
                 tensor = maker.inputs[0]
             else:
                 return tensor
@@ -98,7 +98,7 @@ class Graph:
         return self.values[id(root)]
 
     def _add(self, step: Step, inputs: set[int]) -> None:
-        if step.name in VIEWS:
+        if _is_view(step):
             return
         read = [t for t in step.inputs if t.numel()]
         if step.name == "cat" and len(read) == 1:  # with what an empty cache holds
@@ -117,7 +117,7 @@ class Graph:
             if id(value) not in node.parts:
                 node.reads.append(value)
             node.parts.setdefault(id(value), {})[id(part)] = part.numel()
-        if step.name in LOOK_UPS:
+        if row_of(step.name).looks_up:
             self._look_up(node)
         elif step.name in PRODUCTS:
             self._product(node, read)
@@ -158,7 +158,7 @@ class Graph:
 
     def _flips(self, tensor: Tensor) -> bool:
         flips = 0
-        while (maker := self.record.maker.get(id(tensor))) is not None and maker.name in VIEWS and maker.inputs:
+        while (maker := self.record.maker.get(id(tensor))) is not None and _is_view(maker) and maker.inputs:
             flips += maker.name in ("t", "transpose", "permute")
             tensor = maker.inputs[0]
         return bool(flips % 2)
@@ -252,3 +252,7 @@ def _drops(step: Step) -> bool:
     args, kwargs = list(step.args), step.kwargs
     share: Any = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     return bool(share) and bool(args[2] if len(args) > 2 else kwargs.get("training", True))
+
+
+def _is_view(step: Step) -> bool:
+    return row_of(step.name).shares_memory or step.name in FREE

@@ -11,16 +11,9 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, Reason, pin
 from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.rules import OperatorCall
 from tp_ext.mesh_program.partition_spec import P
-
-WITHOUT_GRADIENT = {"detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "empty_like", "full_like"}
-MEMORY_VIEWS = {
-    "view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "alias",
-    "detach", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "unfold", "diagonal", "as_strided",
-    "view_as_real", "view_as_complex",
-}  # results share the memory of the first argument  # fmt: skip
-WITHOUT_GRADIENT |= {"new_empty", "new_zeros", "new_full", "new_ones", "new_empty_strided", "new_tensor"}
 
 
 def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]]:
@@ -143,7 +136,7 @@ class Record:
 
     def root_of(self, tensor: Tensor) -> Tensor:
         """The tensor whose memory a view shares, as far as the record knows."""
-        while id(tensor) in self.maker and self.maker[id(tensor)].name in MEMORY_VIEWS:
+        while id(tensor) in self.maker and row_of(self.maker[id(tensor)].name).shares_memory:
             tensor = self.maker[id(tensor)].inputs[0]
         return tensor
 
@@ -194,7 +187,7 @@ class Record:
             if any(tensor is t for t in op.inputs):
                 self.writes.setdefault(id(self.root_of(tensor)), []).append(step)
         self.kept += op.inputs
-        for reached in (self.differentiable, self.from_inputs) if op.name not in WITHOUT_GRADIENT else ():
+        for reached in (self.differentiable, self.from_inputs) if row_of(op.name).gradient else ():
             # Integers and Booleans, such as indices of a maximum, hand no gradient on
             if any(id(t) in reached for t in op.inputs):
                 reached |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}

@@ -31,9 +31,6 @@ NOTATION: dict[str, str] = {
 }
 
 
-LOOK_UPS = {"embedding", "_embedding_bag", "_embedding_bag_forward_only"}  # of rows of a table
-
-
 class Labels(Protocol):
     """The dims of tensors, by identity."""
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, atoms_in, contains, majors
 from tp_ext.auto.record.edits import Factor
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Record
-from tp_ext.auto.record.rules import LOOK_UPS
 from tp_ext.invariance import units_of_rank
 from tp_ext.sharding import Part, Sharding
 
@@ -222,7 +222,7 @@ def choose(
         return []
     candidates = decisions(record, p, may_shard, blocks)
     total = sum(tensor.numel() for _, tensor in record.parameters.values())
-    tables = {id(step.inputs[0]) for step in record.steps if step.name in LOOK_UPS}
+    tables = {id(step.inputs[0]) for step in record.steps if row_of(step.name).looks_up}
 
     def is_small_table(decision: Decision) -> bool:
         only = all(cut.id in tables and cut.sharding.dim == 0 for cut in decision.parameters.values())

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms_in, contains
 from tp_ext.auto.record.edits import Conversion, LeafPath, gathered_output
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
-from tp_ext.auto.search.sliced_constants import VIEWS, Constants
+from tp_ext.auto.search.sliced_constants import Constants
 from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, R
 from tp_ext.sharding import Sharding
@@ -32,7 +33,6 @@ Types = frozenset[str]
 NOTHING: Types = frozenset()
 COMPLETED: Types = frozenset({COMPLETE})
 SUMMED = (frozenset({PARTIAL}), frozenset({SHARDS}))  # one of these may be summed: all of it, or none
-SPLITS = {"split", "split_with_sizes", "slice", "chunk"}
 
 
 @dataclass
@@ -284,11 +284,11 @@ class Finder:
             text = f"the result of {maker.name} ({maker.line}) {uses}, and no boundary of a module lies between"
             self.problem(maker.module or user.module, text, tensor, places)
             return COMPLETED
-        if maker.name in VIEWS and id(maker.inputs[0]) in self.sharded:
+        if row_of(maker.name).view and id(maker.inputs[0]) in self.sharded:
             return types  # a part of a sharded dim that all ranks hold: its weight's gradient is summed
         # The result of a split is no output of a module, but the tensor that is split may be one: the sum then covers
         # this part of it alone
-        if maker.name in SPLITS:
+        if row_of(maker.name).splits:
             source = maker.inputs[0]
             dim, start = span_start(maker, tensor)
             if self.place_at_output(id_, source, (dim - source.dim(), start, start + tensor.shape[dim])):

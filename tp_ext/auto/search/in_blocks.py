@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import DirectCall
-from tp_ext.auto.record.record import MEMORY_VIEWS, Step
+from tp_ext.auto.record.operators import OPERATORS
+from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries
 from tp_ext.auto.search.flow import PARTIAL, Finder
 from tp_ext.auto.search.localize import is_conv1d
@@ -27,7 +28,7 @@ from tp_ext.conversions import I, S
 if TYPE_CHECKING:
     from tp_ext.auto.search.plans import Plan
 
-MOVING = MEMORY_VIEWS | {
+MOVING = {name for name, row in OPERATORS.items() if row.shares_memory} | {
     "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "flip", "roll", "zeros_like",
     "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "fill", "zero",
     "constant_pad_nd", "tril", "triu", "lift_fresh", "narrow", "flatten", "unflatten", "movedim",

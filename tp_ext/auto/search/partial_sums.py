@@ -14,26 +14,9 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, Record, Step
-from tp_ext.auto.record.rules import LOOK_UPS
 from tp_ext.auto.search.reasons import Problem
-from tp_ext.auto.search.sliced_constants import VIEWS
-
-# Linear in their first tensor, with any other arguments: indices, dims, lengths
-UNARY = VIEWS | {
-    "neg", "sum", "mean", "index", "gather", "index_select", "contiguous", "cumsum", "flip", "roll", "positive",
-    "narrow", "unfold", "diagonal", "repeat_interleave", "_conj", "view_as_real", "view_as_complex", "detach", "tril",
-    "triu",
-}  # fmt: skip
-PRODUCTS = {"mul", "mm", "bmm", "mv", "dot"}
-ADDED_FIRST = ("addmm", "baddbmm", "addbmm")
-# Operators that write a source into a base: name -> places of base and source
-WRITES = {
-    "copy": (0, 1), "index_add": (0, 3), "scatter_add": (0, 3), "index_copy": (0, 3), "scatter": (0, 3),
-    "index_put": (0, 2), "slice_scatter": (0, 1), "select_scatter": (0, 1),
-}  # fmt: skip
-MAX_ARGUMENTS = {"slice_scatter": 6, "select_scatter": 4, "copy": 3, "index_put": 4}  # else 4: no reduction
-ZEROS = {"zeros", "zeros_like", "new_zeros", "zero"}
 
 
 class PartialSums:
@@ -60,7 +43,7 @@ class PartialSums:
             self.calls.setdefault(call.module, []).append(call)
         self.aliases: dict[int, set[int]] = {}  # id of a tensor with memory of its own -> ids of its views
         for step in record.steps:
-            if step.name in VIEWS:
+            if row_of(step.name).view:
                 for tensor in step.outputs:
                     self.aliases.setdefault(id(record.root_of(tensor)), set()).add(id(tensor))
 
@@ -105,12 +88,12 @@ class PartialSums:
         atoms_ = self.atoms & atoms_in(step.contracted)
         # Before the problems below, which take the atoms to blame from here
         self.blame.update((id(t), atoms_) for t in step.outputs)
-        if step.name in LOOK_UPS:  # ids of other ranks' rows
+        if row_of(step.name).looks_up:  # ids of other ranks' rows
             where = step.module or "the model"
             text = f"rows are looked up in {where} ({step.line}), by no forward of nn.Embedding"
             self.problem(step.module, text, step.outputs)
         self.mark(map(id, step.outputs), step.module, step.place, atoms_)
-        added = step.inputs[:1] if step.name in ADDED_FIRST else []
+        added = step.inputs[:1] if row_of(step.name).linear == "added" else []
         added = step.inputs[2:] if step.name == "convolution" else added
         if added and not self.add_once(step, added):
             text = f"{step.name} in {step.module or 'the model'} adds a replicated tensor to partial sums"
@@ -195,16 +178,17 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     """True if an operator's result is a partial sum: linear in the partial tensors ``inside``, which it has as
     arguments, and nothing added to them that is on every rank."""
     name, partial = base_name(step), finder.partial
+    row = row_of(name)
     if not all(t.is_floating_point() or t.is_complex() for t in step.outputs):
         return False  # a conversion to integers rounds
     # From here on by operator: linear in what is partial, with nothing added that is on every rank
-    if name in WRITES and step.kwargs.get("reduce") is None and len(step.args) <= MAX_ARGUMENTS.get(name, 4):
-        return _write_stays_partial(finder, step, *WRITES[name])
+    if row.linear == "source" and step.kwargs.get("reduce") is None and len(step.args) <= row.most_arguments:
+        return _write_stays_partial(finder, step, row.source)
     # An index that is a partial sum itself has no value yet
-    if name in UNARY:
+    if row.linear == "first":
         return id(step.inputs[0]) in partial and len(inside) == 1
     # A product of two partial sums is not the sum of the products
-    if name in PRODUCTS:
+    if row.linear == "factors":
         return len(inside) == 1
     # Rounding after a division of terms is not that of the division of their sum; a partial divisor is not linear
     if name == "div":
@@ -224,9 +208,9 @@ def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool
     return False
 
 
-def _write_stays_partial(finder: PartialSums, step: Step, base: int, source: int) -> bool:
+def _write_stays_partial(finder: PartialSums, step: Step, source: int) -> bool:
     """True if an operator writes partial sums into partial sums, or into zeros, which are the sum of zeros."""
-    target, value = (step.args[i] if len(step.args) > i else None for i in (base, source))
+    target, value = (step.args[i] if len(step.args) > i else None for i in (0, source))
     if not isinstance(target, Tensor) or not isinstance(value, Tensor) or id(value) not in finder.partial:
         return False
     # copy_ into a view leaves the rest of its base as it was, and the base must be partial as a whole
@@ -237,14 +221,14 @@ def _write_stays_partial(finder: PartialSums, step: Step, base: int, source: int
 def is_view(record: Record, tensor: Tensor) -> bool:
     """True if an operator that only moves elements made a tensor."""
     maker = record.maker.get(id(tensor))
-    return maker is not None and maker.name in VIEWS
+    return maker is not None and row_of(maker.name).view
 
 
 def is_zero(record: Record, tensor: Tensor, place: int) -> bool:
     """True if a tensor was made of zeros and nothing has written into it before an operator."""
     root = record.root_of(tensor)
     name = record.factories.get(id(root)) or (record.maker[id(root)].name if id(root) in record.maker else "")
-    if name.removesuffix("_") not in ZEROS:
+    if not row_of(name.removesuffix("_")).zeros:
         return False
     return not any(written.place < place for written in record.writes.get(id(root), ()))
 
@@ -266,7 +250,7 @@ def added_parameter(record: Record, tensor: Tensor) -> str | None:
 
 def is_linear_of_first(step: Step) -> bool:
     """True if an operator is linear in its first tensor whatever its other arguments are."""
-    return step.name in UNARY or (step.name == "mul" and len(step.inputs) == 1)
+    return row_of(step.name).linear == "first" or (step.name == "mul" and len(step.inputs) == 1)
 
 
 def uses_of(record: Record, name: str) -> list[Step]:

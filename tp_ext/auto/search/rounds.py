@@ -16,8 +16,8 @@ from tp_ext.auto.record.dims import Atom, atoms, contains, length
 from tp_ext.auto.record.edits import Conversion, Draw, Output
 from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Record, tensors
-from tp_ext.auto.record.rules import LOOK_UPS
 from tp_ext.auto.search.choose import Cut, Decision, carries, choose, decisions
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
@@ -30,7 +30,6 @@ from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
 from tp_ext.auto.search.plans import Plan, described
 from tp_ext.auto.search.reasons import Problem, kind_of, reason_of
-from tp_ext.auto.search.sliced_constants import VIEWS
 from tp_ext.auto.search.token_search import find_tokens
 from tp_ext.auto.search.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.mesh_program.partition_spec import P
@@ -86,10 +85,10 @@ class Planner:
         """The modules that multiply or look up each parameter, by id."""
         record, modules_of = self.record, dict[int, set[str]]()
         for step in record.steps:
-            if step.name not in {"mm", "addmm", "bmm", *LOOK_UPS}:
+            if step.name not in {"mm", "addmm", "bmm"} and not row_of(step.name).looks_up:
                 continue
             for tensor in step.inputs:
-                while id(tensor) in record.maker and record.maker[id(tensor)].name in VIEWS:
+                while id(tensor) in record.maker and row_of(record.maker[id(tensor)].name).view:
                     tensor = record.maker[id(tensor)].inputs[0]
                 if id(tensor) in record.parameters:
                     modules_of.setdefault(id(tensor), set()).add(step.module)

@@ -8,19 +8,12 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.edits import Conversion, Factor
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries, constant_atoms
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.conversions import I, S
 from tp_ext.sharding import Sharding
-
-VIEWS = {
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
-    "alias", "clone", "_to_copy", "slice", "split", "split_with_sizes", "select", "unbind", "chunk", "repeat",
-}  # fmt: skip
-
-
-UNIFORM = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
 
 
 class Constants:
@@ -84,7 +77,7 @@ class Constants:
             )
             entered = next(boundaries, None)
             maker = self.record.maker.get(id(source))
-            if entered is not None or maker is None or maker.name not in VIEWS:
+            if entered is not None or maker is None or not row_of(maker.name).view:
                 break
             views.append(source)
             source = maker.inputs[0]
@@ -121,9 +114,9 @@ class Constants:
             maker = self.record.maker.get(id(source))
             if maker is None or not maker.inputs:
                 name = self.record.factories.get(id(source), "a tensor made of numbers")
-                if name.removesuffix("_like") not in UNIFORM:
+                if not row_of(name).uniform:
                     return name
-            elif maker.name.removesuffix("_like").removeprefix("new_") not in UNIFORM:
+            elif not row_of(maker.name).uniform:
                 # zeros_like reads no number of its input. Any other operator may hand on numbers that vary
                 left += maker.inputs
         return ""
