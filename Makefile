@@ -39,8 +39,8 @@ COMMAND_LINE := ^(\[[0-9]+/[0-9]+\]) .* -c \S*/((csrc|build/units)/\S+) .*# by n
 
 BUILT := tp_ext/_built_for.py
 BUILD_CONFIG := $(BIN) TORCH=$(TORCH) TP_EXT_CUDA=$(TP_EXT_CUDA) ARCHS=$(TORCH_CUDA_ARCH_LIST)
-SOURCES := setup.py $(shell find csrc)# with the folders: they change when a file comes or goes
-CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := setup.py $(shell find csrc tp_ext/include)# with the folders: they change when a file comes or goes
+CXX_FILES := $(shell find csrc tp_ext/include examples/cpp tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -131,7 +131,7 @@ wheels-check: $(BUILT)
 build: $(BUILT)
 
 clean:
-	rm -rf build dist tp_ext.egg-info $(BUILT) tp_ext/_C*.so
+	rm -rf build dist tp_ext.egg-info $(BUILT) tp_ext/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

@@ -50,6 +50,11 @@ CXX_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-g0", 
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "-lineinfo", "--expt-relaxed-constexpr"]
 
+# The module tp_ext._C has what only Python uses; all other objects are libtp_ext.so, which programs of C++ link to, too
+OF_MODULE = re.compile(r"/(csrc/|units/)(planner|python|simulate)[/_]")
+# Torch lies beside the package, which in a wheel for several torchs has the library two folders deeper
+LIBRARY_PATHS = ["$ORIGIN/../torch/lib", "$ORIGIN/../../../torch/lib"]
+
 
 def find_nvcc() -> str | None:
     """The compiler of the CUDA kernels, or None where they are left out."""
@@ -137,14 +142,35 @@ def make_extension(nvcc: str | None) -> setuptools.Extension:
         ]
         sources += sorted(glob("csrc/**/*.cu", recursive=True))
         make = cpp_extension.CUDAExtension
-    library = {"include_dirs": [os.path.abspath("csrc")], "libraries": ["rt"]}  # shm_open, before glibc 2.34
+    library = {
+        "include_dirs": [os.path.abspath("csrc"), os.path.abspath("tp_ext/include")],
+        "libraries": ["rt"],  # shm_open, before glibc 2.34
+    }
     if nvcc:
         library["libraries"].append("cublasLt")  # at run time that of torch, which has loaded it
     return make("tp_ext._C", sources, extra_compile_args=flags, **library)
 
 
 class BuildExt(build_ext):
-    """Torch's build_ext; looks for the compiler first, and notes the torch it compiled against."""
+    """Torch's build_ext; looks for the compiler first, links a library for C++ and the module for Python, and notes the
+    torch it compiled against."""
+
+    def build_extension(self, ext: setuptools.Extension) -> None:
+        link = self.compiler.link_shared_object
+
+        def link_both(objects: list[str], module: str, libraries: list[str], **options) -> None:
+            path, without_python = Path(module).parent, [name for name in libraries if name != "torch_python"]
+            of_library = [file for file in objects if not OF_MODULE.search(file)]
+            rpath = {
+                "runtime_library_dirs": [*LIBRARY_PATHS, *([cpp_extension.TORCH_LIB_PATH] if self.in_sources else [])]
+            }
+            link(of_library, str(path / "libtp_ext.so"), libraries=without_python, **{**options, **rpath})
+            folders = {"library_dirs": [*options["library_dirs"], str(path)], "runtime_library_dirs": ["$ORIGIN"]}
+            of_module = [file for file in objects if OF_MODULE.search(file)]
+            link(of_module, module, libraries=["tp_ext", *libraries], **{**options, **folders})
+
+        self.compiler.link_shared_object = link_both
+        super().build_extension(ext)
 
     def run(self) -> None:
         if PROBLEM:
@@ -164,11 +190,15 @@ class BuildExt(build_ext):
         self.build_temp = os.path.join(base, f"torch-{TORCH}-{'cuda' if NVCC else 'cpu'}")
         for ext in self.extensions:
             ext.sources = write_units(ext.sources)
+        self.in_sources = self.inplace or self.editable_mode  # torch does not lie beside the package
         self.force = True  # leaves it to ninja to decide what is compiled, links always
         super().run()
+        torch_folder = f"TORCH_FOLDER = {os.path.dirname(torch.__file__)!r}\n" if self.in_sources else ""
         built_for = f"TORCH = {str(TORCH)!r}\nTORCH_CUDA = {torch.version.cuda if NVCC else None!r}\n"
         folder = Path(self.get_ext_fullpath("tp_ext._C")).parent
-        (folder / "_built_for.py").write_text("# Written by setup.py.\n" + built_for)
+        if self.inplace:
+            shutil.copy2(Path(self.build_lib, "tp_ext", "libtp_ext.so"), folder)
+        (folder / "_built_for.py").write_text("# Written by setup.py.\n" + built_for + torch_folder)
 
 
 requirement, extension, NVCC = "torch>=2.11", setuptools.Extension("tp_ext._C", []), None

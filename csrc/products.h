@@ -13,6 +13,7 @@
 
 #include <string>
 
+#include "tp_ext/export.h"
 #include "types.h"
 
 namespace tp_ext::products {
@@ -29,12 +30,12 @@ Tensor add_mm_(const Tensor& c, const Tensor& a, const Tensor& b);
 
 // Whether MKL's products are independent of alignment and leading dimension (MKL_CBWR=..,STRICT);
 // true where torch has no MKL. All products are torch's then: the bits may have been promised
-bool are_strict();
+TP_EXT_API bool are_strict();
 
 // Whether x w^T + b is oneDNN's where a Function computes it
 bool differs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
 // The table of this process: "torch" or "onednn", and why
-std::string describe();
+TP_EXT_API std::string describe();
 
 }  // namespace tp_ext::products

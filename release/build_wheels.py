@@ -20,9 +20,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 WORK, DIST = ROOT / "build" / "wheels", ROOT / "dist"
 NEWEST_GLIBC, MAX_BYTES = (2, 34), 20_000_000  # of a wheel without CUDA kernels
-SYSTEM = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+SYSTEM = {"libc.so.6", "libgcc_s.so.1", "libm.so.6", "libstdc++.so.6", "ld-linux-x86-64.so.2", "libtp_ext.so"}
 TORCHS = {"libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"}
 CUDAS = {"libc10_cuda.so", "libtorch_cuda.so", "libcudart", "libcublasLt"}  # torch loads the last two before us
+# As in setup.py
+OF_MODULE = re.compile(r"/(csrc/|units/)(planner|python|simulate)[/_]")
+LIBRARY_PATHS = ("$ORIGIN/../torch/lib", "$ORIGIN/../../../torch/lib")
 
 
 class Python(NamedTuple):
@@ -126,7 +129,17 @@ def objects_for(torch: Torch, python: Python, own: Python) -> list[Path]:
     return [Path(name) for name, _ in (*shared, *compiled)]
 
 
-def link(torch: Torch, objects: list[Path], target: Path) -> None:
+def link(torch: Torch, objects: list[Path], module: Path) -> None:
+    """Links libtp_ext.so of the objects that do not name Python, and beside it the module of the others."""
+    of_module = [file for file in objects if OF_MODULE.search(str(file))]
+    paths = ("-Wl,--enable-new-dtags", *(f"-Wl,-rpath,{path}" for path in LIBRARY_PATHS))
+    link_one(torch, sorted({*objects} - {*of_module}), module.with_name("libtp_ext.so"), paths)
+    link_one(
+        torch, of_module, module, (f"-L{module.parent}", "-ltp_ext", "-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN")
+    )
+
+
+def link_one(torch: Torch, objects: list[Path], target: Path, last: tuple[str, ...]) -> None:
     libraries = ["c10", "torch_cpu", "torch_python"]
     extra: list[str] = []
     if torch.cuda:
@@ -135,7 +148,7 @@ def link(torch: Torch, objects: list[Path], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "c++").split()
     options = ("-shared", "-s", "-Wl,--as-needed", f"-L{torch.libraries}", *extra)
-    run(*compiler, *options, *sorted(objects), *(f"-l{name}" for name in libraries), "-o", target)
+    run(*compiler, *options, *sorted(objects), *(f"-l{name}" for name in libraries), *last, "-o", target)
     needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\]", run("readelf", "--dynamic", target)))
     known = SYSTEM | TORCHS | (CUDAS if torch.cuda else set())
     if unknown := {name for name in needed if name not in known and name.partition(".so")[0] not in known}:
@@ -162,7 +175,7 @@ def metadata() -> Path:
 def make_wheel(torchs: list[Torch], python: Python, own: Python, label: str, out: Path) -> Path:
     stage = WORK / "stage"
     shutil.rmtree(stage, ignore_errors=True)
-    for file in (*sorted((ROOT / "tp_ext").rglob("*.py")), ROOT / "tp_ext" / "py.typed"):
+    for file in sorted(file for end in ("py", "typed", "h", "cmake") for file in (ROOT / "tp_ext").rglob(f"*.{end}")):
         if file.name != "_built_for.py":
             target = stage / file.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +206,7 @@ def make_wheel(torchs: list[Torch], python: Python, own: Python, label: str, out
     (wheel,) = packed.glob("*.whl")
     repaired = WORK / "repaired"
     shutil.rmtree(repaired, ignore_errors=True)
-    excluded = ("libtorch*", "libc10*", "libcudart*", "libcublas*")
+    excluded = ("libtorch*", "libc10*", "libcudart*", "libcublas*", "libtp_ext*")
     options = [option for name in excluded for option in ("--exclude", name)]
     run(sys.executable, "-m", "auditwheel", "repair", wheel, *options, "--wheel-dir", repaired)
     (wheel,) = repaired.glob("*.whl")

@@ -29,6 +29,7 @@
 
 #include "comm/collectives.h"
 #include "comm/split.h"
+#include "tp_ext/export.h"
 
 namespace tp_ext {
 
@@ -40,7 +41,7 @@ struct WeightShards {
 };
 
 // The order in which one model gathers its weights, forward and backward
-class GatherOrder : public torch::CustomClassHolder {
+class TP_EXT_API GatherOrder : public torch::CustomClassHolder {
  public:
   using Ptr = c10::intrusive_ptr<GatherOrder>;
 

@@ -10,6 +10,7 @@
 
 #include "comm/group_name.h"
 #include "comm/split.h"
+#include "tp_ext/export.h"
 
 namespace tp_ext::comm {
 
@@ -26,7 +27,7 @@ struct Alternative {
   std::optional<at::Tensor> (*matmul_reduce_scatter)(const at::Tensor& x, const at::Tensor& w,
                                                      const std::string& group, const Split& tokens);
 };
-inline Alternative alternative{};
+TP_EXT_API inline Alternative alternative{};  // one in the library and the module
 
 inline bool has_alternative(const std::string& group) {
   return alternative.all_reduce && !GroupName(group).options.empty();

@@ -18,6 +18,7 @@
 
 #include "comm/split.h"
 #include "row_end.h"
+#include "tp_ext/export.h"
 
 namespace tp_ext::comm {
 
@@ -30,8 +31,8 @@ bool traced(const at::Tensor& x);
 // and communicates nothing must call it.
 void check_place(const std::string& group);
 
-int64_t size(const std::string& group);  // 1 for ""
-int64_t rank(const std::string& group);  // 0 for ""
+TP_EXT_API int64_t size(const std::string& group);  // 1 for ""
+TP_EXT_API int64_t rank(const std::string& group);  // 0 for ""
 
 // The result of a collective in flight. wait() returns the result; a Pending that is dropped, by an
 // exception for example, waits too, since the communication still writes to its buffer. It lives

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "tp_ext/export.h"
+
 namespace tp_ext::comm {
 
 // Equal calls, and their number: `own` is the part of the `full` bytes that begins or ends on this
@@ -23,9 +25,10 @@ struct CollectiveCount {
   std::string op;  // the operator of the first of them, with its namespace
 };
 
-int64_t open_counter(bool keep_calls);  // returns its id
-void close_counter(int64_t id);
-std::vector<CollectiveCount> read_counter(int64_t id);  // in the order of their first call
-std::vector<CollectiveCount> read_calls(int64_t id);    // one by one, if it keeps them
+TP_EXT_API int64_t open_counter(bool keep_calls);  // returns its id
+TP_EXT_API void close_counter(int64_t id);
+TP_EXT_API std::vector<CollectiveCount> read_counter(
+    int64_t id);                                                 // in the order of their first call
+TP_EXT_API std::vector<CollectiveCount> read_calls(int64_t id);  // one by one, if it keeps them
 
 }  // namespace tp_ext::comm

@@ -63,7 +63,8 @@ struct LaunchTrial {
   bool active = false;
   LaunchChoice choice;
 };
-inline LaunchTrial launch_trials[std::size(kFamilies)];
+// Visible: the library and the Python module share it
+inline __attribute__((visibility("default"))) LaunchTrial launch_trials[std::size(kFamilies)];
 
 inline LaunchChoice choose_launch(Family family, int bytes, int64_t width, int arch) {
   const LaunchTrial& trial = launch_trials[static_cast<int>(family)];

@@ -4,13 +4,15 @@
 
 #include <cstdint>
 
+#include "tp_ext/export.h"
+
 namespace tp_ext::memory {
 
 // Replaces torch's allocator; false: puts it back and frees what is kept
-void keep(bool enabled);
-bool keeps();
+TP_EXT_API void keep(bool enabled);
+TP_EXT_API bool keeps();
 
 // Bytes of freed blocks that are kept now
-int64_t kept_bytes();
+TP_EXT_API int64_t kept_bytes();
 
 }  // namespace tp_ext::memory

@@ -13,11 +13,12 @@
 #include "shm/core/engine.h"
 #include "shm/core/reductions.h"
 #include "shm/tensors.h"
+#include "tp_ext/export.h"
 
 namespace tp_ext::shm {
 
 // Raises ValueError for one that the backends of this package do not have
-Operation operation_of(const c10d::ReduceOp& op);
+TP_EXT_API Operation operation_of(const c10d::ReduceOp& op);
 
 class ShmBackend : public c10d::Backend {
  public:
@@ -121,9 +122,8 @@ ShmBackend::Work ShmBackend::each(size_t n, Issue issue) {
 }
 
 // torch calls this for each process group. Raises on every rank if the ranks are not on one host.
-c10::intrusive_ptr<c10d::Backend> create_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                 int rank, int size,
-                                                 std::chrono::milliseconds timeout,
-                                                 const std::string& name);
+TP_EXT_API c10::intrusive_ptr<c10d::Backend> create_backend(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout, const std::string& name);
 
 }  // namespace tp_ext::shm

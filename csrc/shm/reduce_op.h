@@ -6,6 +6,7 @@
 #include <string>
 
 #include "shm/core/reductions.h"
+#include "tp_ext/export.h"
 
 namespace tp_ext::shm {
 
@@ -13,6 +14,6 @@ enum class Operation : uint32_t { kSum, kAverage, kMin, kMax, kProduct, kAnd, kO
 
 // Half types are combined in fp32 and rounded once. Raises ValueError for an operation that the
 // dtype does not have.
-Combine combine_for(at::ScalarType dtype, Operation operation);
+TP_EXT_API Combine combine_for(at::ScalarType dtype, Operation operation);
 
 }  // namespace tp_ext::shm

@@ -10,6 +10,7 @@
 
 #include "shm/core/rows.h"
 #include "shm/reduce_op.h"
+#include "tp_ext/export.h"
 
 namespace tp_ext::shm {
 
@@ -21,12 +22,12 @@ void check_tensor(const at::Tensor& t);
 const at::Tensor& only(const Tensors& tensors);
 void check_same(const at::Tensor& a, const at::Tensor& b);
 void check_numel(const at::Tensor& t, int64_t numel, const char* name);
-void check_lists(const Tensors& out, const Tensors& in);
+TP_EXT_API void check_lists(const Tensors& out, const Tensors& in);
 
 // Complex numbers are pairs of reals, for sums and copies alike. Shapes that differ in dims of size
 // 1 are equal: a 0-d tensor may meet one of shape [1].
-at::Tensor as_reals(const at::Tensor& t);
-Elements elements_of(const at::Tensor& t, Operation operation);
+TP_EXT_API at::Tensor as_reals(const at::Tensor& t);
+TP_EXT_API Elements elements_of(const at::Tensor& t, Operation operation);
 
 int64_t bytes_of(const at::Tensor& t);
 uint32_t type_of(const at::Tensor& t);  // c10's number of its dtype
