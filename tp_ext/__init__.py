@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tp_ext.checkpoint.safetensors import save_safetensors as save_safetensors
     from tp_ext.checkpoint.sharded import sharded_state_dict as sharded_state_dict
     from tp_ext.checkpoint.sharded_load import load_sharded_state_dict as load_sharded_state_dict
+    from tp_ext.cmake import cmake_prefix_path as cmake_prefix_path
     from tp_ext.context_layout import ContextLayout as ContextLayout
     from tp_ext.invariance import tp_invariant as tp_invariant
     from tp_ext.lax import all_gather as all_gather
@@ -117,6 +118,7 @@ _NAMES = {
     "checkpoint.safetensors": "load_safetensors save_safetensors",
     "checkpoint.sharded": "sharded_state_dict",
     "checkpoint.sharded_load": "load_sharded_state_dict",
+    "cmake": "cmake_prefix_path",
     "context_layout": "ContextLayout",
     "lax": "all_gather all_to_all axis_index axis_random axis_size pmax pmean pmin ppermute psum psum_scatter pvary",
     "invariance": "tp_invariant",

@@ -125,6 +125,8 @@ def test_sdist_and_metadata_need_no_torch_and_are_whole(tmp_path: Path) -> None:
         "docs/reference/column_row.svg",
         "examples/train_gpt.py",
         "csrc/python/module.cpp",
+        "tp_ext/include/tp_ext/tp_ext.h",
+        "tp_ext/share/cmake/tp_ext/tp_extConfig.cmake",
     ):
         assert file in names
     assert not [name for name in names if name.startswith("benchmarks") and name.endswith(".png")]
@@ -296,8 +298,9 @@ def test_a_library_of_another_torch_is_refused_before_it_is_opened(tmp_path: Pat
 
 def test_the_library_needs_no_newer_system_than_wheels_may() -> None:
     """This call of libstdc++ is newer than RHEL 9's and the only one of that kind: docs/develop/release.md."""
-    (library,) = PACKAGE.glob("_C*.so")
-    assert b"_ZNSt18condition_variable4waitE" not in library.read_bytes()
+    libraries = [*PACKAGE.glob("_C*.so"), PACKAGE / "libtp_ext.so"]
+    assert len(libraries) == 2
+    assert not [file for file in libraries if b"_ZNSt18condition_variable4waitE" in file.read_bytes()]
 
 
 @pytest.mark.parametrize("missing", ["_built_for.py", "_C*.so"])

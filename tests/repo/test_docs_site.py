@@ -47,12 +47,28 @@ def test_every_public_name_is_on_one_page_of_the_api():
     assert {f"tp_ext.{name}" for name in MODULES} <= set(listed)
     for name in set(tp_ext.__all__) - {"__version__"} - set(MODULES):
         value = getattr(tp_ext, name)
-        homes = {f"tp_ext.{name}", inspect.getmodule(value).__name__}
+        homes = {f"tp_ext.{name}", getattr(inspect.getmodule(value), "__name__", "")}  # a string has no module
         assert len(homes & set(listed)) == 1, f"{name}: one of {homes} must be in docs/reference/api"
     parallel = {f"tp_ext.parallel.{name}" for name in tp_ext.parallel.__all__}
     defined_below = {"tp_ext.random_scope.at"}  # a function of tp_ext.random
     most = parallel | defined_below | {f"tp_ext.{name}" for name in (*tp_ext.__all__, *MODULES)}
     assert parallel | defined_below <= set(listed) <= most
+
+
+def test_every_declaration_of_the_headers_is_on_the_page_of_cpp():
+    headers, declared = hook("cpp_headers"), set()
+    page = (API / "cpp.md").read_text()
+    for file in sorted(headers.HEADERS.glob("*.h")):
+        text = file.read_text()
+        names = set(re.findall(r"^TP_EXT_API [^;(]*?(\w+)\(", text, re.M))
+        names |= {
+            name.removesuffix("Impl") for name in re.findall(r"^(?:class|struct) (?:TP_EXT_API )?(\w+) ", text, re.M)
+        }
+        found = {name for name, _, code in headers.declarations(file.name)}
+        assert names <= found, f"{file.name}: {names - found}"
+        assert not names or f"<!-- header: {file.name} -->" in page
+        declared |= names
+    assert {"Group", "init_group", "copy_to_region", "ColumnParallelLinear", "load_safetensors"} <= declared
 
 
 def test_an_unlisted_page_is_appended_to_the_section_of_its_folder():

@@ -208,6 +208,7 @@ FORBIDDEN = {  # what a folder's files must not include
     "optim": ("args/", "autograd/", "comm/", "kernels/", "cpu/", *CUDA),
     "planner": (*TORCH, *CUDA, "args/", "autograd/", "comm/", "cpu/", "kernels/", "python/", "types.h", "check.h"),
     "python": ("args/", "kernels/", "cpu/", *CUDA),
+    "api": ("args/", "autograd/", "kernels/", "cpu/", "python/", *CUDA),
     "": ("args/", "autograd/", "cpu/", *CUDA),
 }
 FENCED = ("comm/symmetric",)  # experimental: a folder that no file outside includes or imports
@@ -240,7 +241,8 @@ def test_only_comm_and_the_backend_name_c10d():
     named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
     comm = {"comm/collectives", "comm/counter", "comm/symmetric/symmetric_memory"}
     shm = {"shm/backend", "shm/backend_data_movement", "shm/rendezvous", "shm/work"}
-    assert named == comm | shm | {"simulate/backend"}
+    api = {"api/foreign_backends", "api/group"}  # they make process groups
+    assert named == comm | shm | api | {"simulate/backend"}
 
 
 def test_the_core_of_shared_memory_is_torch_free():

@@ -1,0 +1,244 @@
+// Calls every function and module and writes what it gets, for comparison with Python:
+//
+//   cases FOLDER    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; without them one rank)
+//
+// tests/cpp/cases.py has the same cases.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
+#include <torch/serialize.h>
+#include <torch/utils.h>
+#include <tp_ext/tp_ext.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <sstream>
+
+namespace {
+
+using at::Tensor;
+namespace tnn = tp_ext::nn;
+
+struct Results : torch::nn::Module {
+  void add(std::string name, const Tensor& value) {
+    std::replace(name.begin(), name.end(), '.', '/');
+    register_buffer(name, value.detach().clone().contiguous());
+  }
+};
+
+Tensor numbers(at::IntArrayRef shape, uint64_t seed, at::ScalarType dtype) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  return at::randn(shape, generator, at::kDouble).to(dtype);
+}
+
+// Outputs, gradients, weights and five steps of AdamW
+template <typename Module, typename Forward>
+void run(Results& results, const std::string& name, Module& module, std::vector<Tensor> inputs,
+         const Forward& forward) {
+  for (const auto& item : module->named_parameters())
+    results.add(name + "/weight/" + item.key(), item.value());
+  torch::optim::AdamW optimizer(module->parameters(), torch::optim::AdamWOptions(0.01));
+  for (int step = 0; step < 5; ++step) {
+    for (Tensor& x : inputs)
+      if (x.is_floating_point()) x = x.detach().requires_grad_();
+    optimizer.zero_grad();
+    const Tensor y = forward(inputs);
+    (y * numbers(y.sizes(), 7, y.scalar_type())).sum().backward();
+    const auto at = name + "/" + std::to_string(step);
+    results.add(at + "/y", y);
+    for (size_t i = 0; i < inputs.size(); ++i)
+      if (inputs[i].is_floating_point())
+        results.add(at + "/dx" + std::to_string(i), inputs[i].grad());
+    for (const auto& item : module->named_parameters())
+      if (item.value().grad().defined())
+        results.add(at + "/grad/" + item.key(), item.value().grad());
+    optimizer.step();
+  }
+}
+
+struct Setting {
+  const tp_ext::Group& group;
+  at::ScalarType dtype;
+  bool sequence_parallel;
+};
+
+Tensor shard_of_tokens(const Tensor& x, const Setting& s) {
+  return s.sequence_parallel ? x.tensor_split(s.group.size())[static_cast<size_t>(s.group.rank())]
+                             : x;
+}
+
+void run_modules(Results& r, const std::string& prefix, const Setting& s) {
+  constexpr int64_t kTokens = 8;  // 3 ranks do not divide it
+  const auto total = std::optional<int64_t>(kTokens);
+  const auto dtype = s.dtype;
+  const bool sp = s.sequence_parallel;
+  const Tensor x = shard_of_tokens(numbers({kTokens, 12}, 3, dtype), s);
+  const auto& g = s.group;
+  {
+    tp_ext::manual_seed(1);
+    tnn::ColumnParallelLinear m(
+        tnn::ColumnParallelLinearOptions(12, 7).group(g).dtype(dtype).sequence_parallel(sp));
+    run(r, prefix + "column", m, {x}, [&](auto& in) { return m->forward(in[0], total); });
+  }
+  {
+    tp_ext::manual_seed(2);
+    tnn::ColumnParallelLinear m(tnn::ColumnParallelLinearOptions(12, 14)
+                                    .group(g)
+                                    .dtype(dtype)
+                                    .sequence_parallel(sp)
+                                    .bias(false)
+                                    .gather_output(true)
+                                    .parts({{7}, {7}})
+                                    .init(tp_ext::Normal(0.02)));
+    run(r, prefix + "gathered", m, {x}, [&](auto& in) { return m->forward(in[0], total); });
+  }
+  {
+    tp_ext::manual_seed(3);
+    tnn::RowParallelLinear m(
+        tnn::RowParallelLinearOptions(7, 12).group(g).dtype(dtype).sequence_parallel(sp));
+    const auto parts = numbers({kTokens, 7}, 4, dtype).tensor_split(g.size(), -1);
+    const Tensor part = parts[static_cast<size_t>(g.rank())].contiguous();
+    run(r, prefix + "row", m, {part}, [&](auto& in) { return m->forward(in[0], total); });
+  }
+  for (const char* activation : {"gelu", "swiglu"}) {
+    tp_ext::manual_seed(4);
+    tnn::ParallelMLP m(tnn::ParallelMLPOptions(12, 10)
+                           .activation(activation)
+                           .group(g)
+                           .dtype(dtype)
+                           .sequence_parallel(sp));
+    run(r, prefix + "mlp_" + activation, m, {x},
+        [&](auto& in) { return m->forward(in[0], total); });
+  }
+  for (const int64_t kv_heads : {1, 6}) {
+    tp_ext::manual_seed(5);
+    tnn::ParallelAttention m(tnn::ParallelAttentionOptions(12, 6)
+                                 .num_kv_heads(kv_heads)
+                                 .group(g)
+                                 .dtype(dtype)
+                                 .sequence_parallel(sp)
+                                 .rope(10000.0)
+                                 .causal(kv_heads == 1));
+    run(r, prefix + "attention_" + std::to_string(kv_heads), m, {x},
+        [&](auto& in) { return m->forward(in[0], {.batch_size = 2, .total_tokens = total}); });
+  }
+  {
+    tp_ext::manual_seed(6);
+    tnn::RMSNorm m(tnn::RMSNormOptions(12).group(g).dtype(dtype).sequence_parallel(sp));
+    run(r, prefix + "rms_norm", m, {x, x * 2}, [&](auto& in) {
+      const auto [y, sum] = m->forward(in[0], in[1]);
+      return y + sum;
+    });
+    tnn::LayerNorm n(tnn::LayerNormOptions(12).group(g).dtype(dtype).sequence_parallel(sp));
+    run(r, prefix + "layer_norm", n, {x}, [&](auto& in) { return n->forward(in[0]); });
+  }
+  {
+    const Tensor ids = at::arange(kTokens, at::kLong).mul(3).remainder(11);
+    tp_ext::manual_seed(7);
+    tnn::VocabParallelEmbedding m(tnn::VocabParallelEmbeddingOptions(11, 12)
+                                      .padding_idx(3)
+                                      .group(g)
+                                      .dtype(dtype)
+                                      .sequence_parallel(sp));
+    run(r, prefix + "embedding", m, {ids}, [&](auto& in) { return m->forward(in[0]); });
+    tnn::VocabParallelLMHead h(
+        tnn::VocabParallelLMHeadOptions(12, 11).bias(true).group(g).dtype(dtype).sequence_parallel(
+            sp));
+    run(r, prefix + "head", h, {x}, [&](auto& in) {
+      return h->loss(in[0], ids, {.label_smoothing = 0.1, .z_loss = 1e-3}, total);
+    });
+    r.add(prefix + "head/argmax", h->argmax(x, total));
+    tp_ext::manual_seed(9);
+    r.add(prefix + "head/sample", h->sample(x, {.top_k = 5, .top_p = 0.9}, total));
+  }
+  {
+    tp_ext::manual_seed(8);
+    tnn::Dropout m(tnn::DropoutOptions(0.3).group(g).sequence_parallel(sp));
+    Tensor leaf = x.detach().requires_grad_();
+    const Tensor y = m->forward(leaf, x * 3, total);
+    y.sum().backward();
+    r.add(prefix + "dropout/y", y);
+    r.add(prefix + "dropout/dx", leaf.grad());
+  }
+}
+
+void run_functions(Results& r, const std::string& prefix, const Setting& s) {
+  const auto& g = s.group;
+  const auto rank = static_cast<uint64_t>(g.rank());
+  const Tensor x = numbers({6, 6}, 10, s.dtype), own = numbers({6, 6}, 20 + rank, s.dtype);
+  const auto record = [&](const std::string& name, const Tensor& input, const auto& region) {
+    const Tensor leaf = input.detach().requires_grad_();
+    const Tensor y = region(leaf);
+    (y * numbers(y.sizes(), 30 + rank, s.dtype)).sum().backward();
+    r.add(prefix + name + "/y", y);
+    r.add(prefix + name + "/dx", leaf.grad());
+  };
+  record("copy", x, [&](auto& t) { return tp_ext::copy_to_region(t, g) * 1; });
+  record("reduce", own, [&](auto& t) { return tp_ext::reduce_from_region(t, g) * 1; });
+  record("scatter", x, [&](auto& t) { return tp_ext::scatter_to_region(t, g) * 1; });
+  record("gather", own, [&](auto& t) { return tp_ext::gather_from_region(t, g) * 1; });
+  record("all_gather", own, [&](auto& t) { return tp_ext::all_gather_region(t, g) * 1; });
+  record("reduce_scatter", own, [&](auto& t) { return tp_ext::reduce_scatter_region(t, g) * 1; });
+  record("all_to_all", own, [&](auto& t) { return tp_ext::all_to_all_region(t, g, 0, 1) * 1; });
+  const auto columns = numbers({5, 11}, 11, s.dtype).tensor_split(g.size(), -1);
+  const Tensor logits = columns[static_cast<size_t>(g.rank())].contiguous();
+  const Tensor targets = at::arange(5, at::kLong);
+  for (const char* reduction : {"mean", "sum", "none"})
+    record(std::string("loss_") + reduction, logits, [&](auto& t) {
+      return tp_ext::vocab_parallel_cross_entropy(
+          t, targets, g, {.vocab_size = 11, .ignore_index = 2, .reduction = reduction});
+    });
+  r.add(prefix + "argmax", tp_ext::vocab_parallel_argmax(logits, g, {.vocab_size = 11}));
+  tp_ext::manual_seed(3);
+  r.add(prefix + "sample", tp_ext::vocab_parallel_sample(logits, g, {.vocab_size = 11}));
+  r.add(prefix + "sample_k", tp_ext::vocab_parallel_sample(
+                                 logits, g, {.vocab_size = 11, .temperature = 0.7, .top_k = 3}));
+  r.add(prefix + "sample_p",
+        tp_ext::vocab_parallel_sample(logits, g, {.vocab_size = 11, .top_p = 0.8}));
+}
+
+// Full tensors to files and back, a rank's archive, and the norm of gradients
+void run_files(Results& r, const std::string& folder, const tp_ext::Group& group) {
+  const auto make = [&] {
+    return tnn::ParallelAttention(
+        tnn::ParallelAttentionOptions(12, 6).num_kv_heads(1).group(group));
+  };
+  tp_ext::manual_seed(1);
+  auto first = make();
+  auto second = make();
+  tp_ext::save_safetensors(folder + "/attention", *first);
+  tp_ext::load_safetensors(folder + "/attention", *second);
+  std::stringstream archive;
+  auto third = make();
+  torch::save(first, archive);
+  torch::load(third, archive);
+  for (const auto& item : second->named_parameters()) r.add("loaded/" + item.key(), item.value());
+  for (const auto& item : third->named_parameters()) r.add("archive/" + item.key(), item.value());
+  first->forward(numbers({2, 4, 12}, 3, at::kFloat)).pow(2).sum().backward();
+  r.add("norm", tp_ext::clip_grad_norm_(*first, 0.5));
+  for (const auto& item : first->named_parameters())
+    r.add("clipped/" + item.key(), item.value().grad());
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  const std::string folder = argv[1];
+  const tp_ext::Group group = std::getenv("RANK") != nullptr
+                                  ? tp_ext::init_group({.timeout = std::chrono::seconds(60)})
+                                  : tp_ext::Group();
+  Results results;
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    const std::string name = std::string(c10::toString(dtype)) + "/";
+    run_functions(results, name, {group, dtype, false});
+    for (const bool sp : {false, true})
+      run_modules(results, name + (sp ? "sp/" : "plain/"), {group, dtype, sp});
+  }
+  run_files(results, folder, group);
+  group.barrier();
+  tp_ext::save_safetensors(folder + "/rank_" + std::to_string(group.rank()) + ".safetensors",
+                           results);
+  return 0;
+}

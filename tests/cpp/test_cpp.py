@@ -1,0 +1,206 @@
+"""Programs of C++ against the installed package: built by CMake, run without Python, with the bits of Python."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tp_ext
+from tests.cpp.cases import AdamWOfCpp, Cases
+from tests.helpers.paths import ROOT
+from tp_ext.debug import simulate
+
+# The environment's, whose programs need not be on the PATH, or the machine's
+CMAKE = shutil.which("cmake", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CMAKE is None, reason="there is no CMake")]
+PACKAGE = Path(tp_ext.__file__).parent
+DATA = ROOT / "LICENSE"
+
+
+def configure(source: Path, build: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [CMAKE, "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={tp_ext.cmake_prefix_path}", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """The folder of the programs, built without a CUDA toolkit, by the compiler that CMake finds or CXX names."""
+    build = tmp_path_factory.mktemp("cpp")
+    configured = configure(ROOT / "tests" / "cpp", build, "-DCMAKE_CXX_FLAGS=-O0")
+    assert configured.returncode == 0, configured.stderr
+    built = subprocess.run([CMAKE, "--build", build], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout[-4000:]
+    return build
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def run_ranks(p: int, *command: str | Path, timeout: float = 120) -> list[str]:
+    """What each of p processes prints; the only folder of their PATH has no Python."""
+    port, alone = str(free_port()), {"PATH": "/nowhere", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    of_job = {"WORLD_SIZE": str(p), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=alone | ({"RANK": str(rank)} | of_job if p > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(p)
+    ]
+    try:
+        texts = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), texts
+    return texts
+
+
+def reference(rank, group, folder):
+    group = group if group.size() > 1 else None
+    cases = Cases(group)
+    for dtype, name in ((torch.float64, "Double"), (torch.float32, "Float"), (torch.bfloat16, "BFloat16")):
+        cases.functions(f"{name}/", dtype)
+        for sp in (False, True):
+            cases.modules(f"{name}/{'sp' if sp else 'plain'}/", dtype, sp)
+    cases.files(folder)
+    return cases.results
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_functions_and_modules_have_the_bits_of_python(programs, tmp_path, p):
+    run_ranks(p, programs / "cases", tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = simulate(reference, p, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    for rank in range(p):
+        results = load_file(tmp_path / f"rank_{rank}.safetensors")
+        assert results.keys() == expected[rank].keys()
+        wrong = [name for name, value in expected[rank].items() if not torch.equal(results[name], value)]
+        assert not wrong, (len(wrong), wrong[:20])
+
+
+class Block(torch.nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.attention_norm = tp_ext.RMSNorm(48, group=group)
+        self.attention = tp_ext.ParallelAttention(48, 6, bias=False, rope=10000.0, group=group)
+        self.mlp_norm = tp_ext.RMSNorm(48, group=group)
+        self.mlp = tp_ext.ParallelMLP(48, 128, activation="swiglu", bias=False, group=group)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(torch.nn.Module):
+    """The model of examples/cpp/gpt.h."""
+
+    def __init__(self, group):
+        super().__init__()
+        init = tp_ext.random.Normal(0.0, 0.02)
+        self.embedding = tp_ext.VocabParallelEmbedding(256, 48, init=init, group=group)
+        self.blocks = torch.nn.Sequential(Block(group), Block(group))
+        self.norm = tp_ext.RMSNorm(48, group=group)
+        self.head = tp_ext.VocabParallelLMHead(48, 256, group=group)
+
+    def loss(self, ids, target):
+        return self.head.loss(self.norm(self.blocks(self.embedding(ids))), target)
+
+
+def train(rank, group, steps):
+    group = group if group.size() > 1 else None
+    data = torch.frombuffer(bytearray(DATA.read_bytes()), dtype=torch.uint8).long()
+    tp_ext.manual_seed(1)
+    model = GPT(group)
+    optimizer, lines = AdamWOfCpp(model.parameters(), 1e-3), []
+    for step in range(steps):
+        starts = [(step * 4 + i) * 32 % (len(data) - 33) for i in range(4)]
+        window = torch.stack([data[start : start + 33] for start in starts])
+        loss = model.loss(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+        optimizer.zero_grad()
+        loss.backward()
+        tp_ext.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        lines.append(f"step {step} loss {loss.item():.17g}")
+    return lines
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_the_example_trains_with_the_losses_of_python(programs, p):
+    printed = run_ranks(p, programs / "examples" / "train", "--data", DATA, "--steps", "5")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        lines = simulate(train, p, 5)[0]
+    finally:
+        torch.set_num_threads(threads)
+    assert printed[0].splitlines() == lines
+    assert not any(printed[1:])
+
+
+def test_gloo(programs):
+    of_shm, of_gloo = (
+        run_ranks(2, programs / "examples" / "train", "--data", DATA, "--steps", "3", "--backend", backend)
+        for backend in ("tp_shm", "gloo")
+    )
+    assert of_gloo == of_shm  # of two ranks each sum has one order
+
+
+def test_the_programs_and_the_library_know_no_python(programs):
+    for file in (programs / "cases", programs / "examples" / "train", PACKAGE / "libtp_ext.so"):
+        linked = subprocess.run(["ldd", file], capture_output=True, text=True, check=True).stdout
+        assert "libtp_ext" in linked or file.suffix == ".so"
+        assert not re.search("python", re.sub(r"\S*site-packages\S*", "", linked)), linked
+    names = subprocess.run(["nm", "-D", PACKAGE / "libtp_ext.so"], capture_output=True, text=True, check=True).stdout
+    assert not re.search(r" _?Py[A-Z_]| THP", names)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("--data", "/nowhere"), "--data: '/nowhere' must be a file"),
+        (("--data", DATA, "--backend", "mpi"), "backend: 'mpi' must be tp_shm"),
+    ],
+)
+def test_errors_are_sentences(programs, command, message):
+    of_job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = subprocess.run([programs / "examples" / "train", *command], env=of_job, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith(f"train: {message}"), ended.stderr
+
+
+def test_a_variable_that_is_missing_is_named(programs):
+    command = [programs / "examples" / "train", "--data", DATA]
+    ended = subprocess.run(command, env={"WORLD_SIZE": "2"}, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.startswith("train: RANK: must be set"), ended.stderr
+
+
+def test_another_torch_is_refused_with_both_versions(tmp_path):
+    (tmp_path / "torch/lib").mkdir(parents=True)
+    (tmp_path / "torch/lib/libtorch.so").touch()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.3.1+cpu'\ncuda: Optional[str] = None\n")
+    refused = configure(ROOT / "examples" / "cpp", tmp_path / "build", f"-DTP_EXT_TORCH={tmp_path / 'torch'}")
+    text = " ".join(refused.stderr.split())
+    assert refused.returncode != 0
+    assert f"built for torch {torch.__version__}" in text and "is torch 2.3.1+cpu" in text
+
+
+def test_the_module_prints_the_folder():
+    printed = subprocess.run([sys.executable, "-m", "tp_ext.cmake"], capture_output=True, text=True, cwd=ROOT)
+    assert printed.stdout.strip() == tp_ext.cmake_prefix_path == os.fspath(PACKAGE / "share" / "cmake")
