@@ -76,6 +76,15 @@ std::string agree_on_name(const StorePtr& store, int64_t rank, int64_t size) {
   return {text.begin(), text.end()};
 }
 
+// The process group of that name; null if there is none
+ProcessGroupPtr registered(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
 ParallelGroup key_of(const std::string& name, int64_t rank, int64_t size) {
   return {name + "@" + std::to_string(rank) + "/" + std::to_string(size), rank, size};
 }
@@ -114,12 +123,12 @@ Group group(ProcessGroupPtr process_group) {
   Group result;
   result.name_ = process_group->getGroupName();
   TORCH_CHECK_VALUE(!result.name_.empty(), "process_group: must have a name, by setGroupName");
-  if (!c10d::is_process_group_registered(result.name_)) {
+  if (!registered(result.name_)) {
     c10d::register_process_group(result.name_, process_group);
     result.registered_ = true;
   }
-  TORCH_CHECK_VALUE(c10d::resolve_process_group(result.name_) == process_group, "process_group: '",
-                    result.name_, "' must not be the name of another registered group");
+  TORCH_CHECK_VALUE(registered(result.name_) == process_group, "process_group: '", result.name_,
+                    "' must not be the name of another registered group");
   result.key_ = key_of(result.name_, process_group->getRank(), process_group->getSize());
   result.group_ = std::move(process_group);
   return result;
@@ -142,8 +151,8 @@ Group init_group(GroupOptions options) {
   TORCH_CHECK_VALUE(options.timeout.count() > 0, "timeout: ", options.timeout.count(),
                     " ms must be positive");
   const bool named = !options.name.empty();
-  TORCH_CHECK_VALUE(!named || !c10d::is_process_group_registered(options.name), "name: '",
-                    options.name, "' must not be the name of a registered group");
+  TORCH_CHECK_VALUE(!named || !registered(options.name), "name: '", options.name,
+                    "' must not be the name of a registered group");
   const StorePtr store = options.store ? options.store : store_of_job(options.timeout);
   store->setTimeout(options.timeout);
   const std::string name = named ? options.name : agree_on_name(store, rank, size);

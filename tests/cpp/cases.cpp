@@ -222,6 +222,60 @@ void run_files(Results& r, const std::string& folder, const tp_ext::Group& group
     r.add("clipped/" + item.key(), item.value().grad());
 }
 
+// The text of the error that a call must raise
+template <typename Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  TORCH_CHECK(false, "there must be an error");
+}
+
+void check_says(const std::string& text, const std::string& part) {
+  TORCH_CHECK(text.find(part) != std::string::npos, "'", text, "' must say '", part, "'");
+}
+
+void check_groups(const tp_ext::Group& first) {
+  TORCH_CHECK(tp_ext::Group().size() == 1 && tp_ext::Group().rank() == 0);
+  if (!first.process_group()) return;
+  const int64_t rank = first.rank(), size = first.size();
+  const Tensor ones = at::ones({3}), sums = ones * size;
+  std::string name;
+  {
+    tp_ext::Group second = tp_ext::init_group();
+    name = second.name();
+    TORCH_CHECK(name != first.name() && second.rank() == rank && second.size() == size);
+    tp_ext::Group moved = std::move(second);
+    TORCH_CHECK(second.name().empty() && moved.name() == name);
+    TORCH_CHECK(at::equal(tp_ext::reduce_from_region(ones, moved), sums));
+    const tp_ext::Group same = tp_ext::group(moved.process_group());
+    TORCH_CHECK(same.name() == name);
+    check_says(error_of([&] { tp_ext::init_group({.name = name}); }), "name: '");
+  }
+  // Its name is free again
+  const tp_ext::Group again = tp_ext::init_group({.name = name});
+  TORCH_CHECK(at::equal(tp_ext::reduce_from_region(ones, again), sums));
+  again.barrier();
+  tp_ext::nn::ColumnParallelLinear gone{nullptr};
+  {
+    const tp_ext::Group other = tp_ext::init_group({.backend = "gloo", .name = "gone"});
+    gone = tnn::ColumnParallelLinear(tnn::ColumnParallelLinearOptions(4, 8).group(other));
+    TORCH_CHECK(at::equal(tp_ext::reduce_from_region(ones, other), sums));
+    other.barrier();
+  }
+  check_says(error_of([&] { gone->reset_parameters(); }), "must be the name of a process group");
+  check_says(error_of([&] { tp_ext::init_group({.backend = "mpi"}); }), "backend: 'mpi' must be");
+  check_says(error_of([&] { tp_ext::init_group({.rank = 3, .size = 2}); }), "rank: 3 must be");
+  check_says(error_of([&] { tp_ext::group({}); }), "process_group: null");
+  const auto wait_for_a_rank_that_never_comes = [&] {
+    tp_ext::init_group(
+        {.rank = rank, .size = size + 1, .name = "late", .timeout = std::chrono::seconds(1)});
+  };
+  check_says(error_of(wait_for_a_rank_that_never_comes), "waited 1000 ms for rank");
+}
+
 }  // namespace
 
 int main(int, char** argv) {
@@ -237,6 +291,7 @@ int main(int, char** argv) {
       run_modules(results, name + (sp ? "sp/" : "plain/"), {group, dtype, sp});
   }
   run_files(results, folder, group);
+  check_groups(group);
   group.barrier();
   tp_ext::save_safetensors(folder + "/rank_" + std::to_string(group.rank()) + ".safetensors",
                            results);

@@ -36,7 +36,8 @@ class TP_EXT_API Group {
   int64_t size() const { return key_.size; }
   /// The name of the process group; empty for one rank without a process group.
   const std::string& name() const { return name_; }
-  /// Waits until all ranks have called it. Errors: those of the backend, after its timeout.
+  /// Waits until all ranks have called it. Errors: those of the backend (std::exception), after its
+  /// timeout.
   void barrier() const;
 
   /// The process group; null for one rank without one.
@@ -73,8 +74,9 @@ struct GroupOptions {
 /// Makes a group; all its ranks call this. Without a store, RANK, WORLD_SIZE, MASTER_ADDR and
 /// MASTER_PORT must be set, as by `torchrun --no-python`.
 ///
-/// Errors (c10::Error): an unknown backend; a variable that is not set or no number; a rank outside
-/// of the group; a name that is in use; after the timeout, ranks that did not come.
+/// Errors: c10::Error for an unknown backend, a variable that is not set or no number, a rank outside
+/// of the group, a name that is in use; std::exception, after the timeout, for ranks that did not
+/// come.
 TP_EXT_API Group init_group(GroupOptions options = {});
 
 /// Returns the group of a process group that the program has made. Registers it, for as long as the
