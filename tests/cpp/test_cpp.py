@@ -163,6 +163,27 @@ def test_gloo(programs):
     assert of_gloo == of_shm  # of two ranks each sum has one order
 
 
+def test_a_killed_rank_is_a_sentence(programs, tmp_path):
+    of_job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    command = [programs / "examples" / "train", "--data", DATA, "--steps", "1000000"]
+    ranks = [
+        subprocess.Popen(
+            command, env=of_job | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    try:
+        ranks[0].stdout.read(1)  # the job runs
+        ranks[1].kill()
+        _, error = ranks[0].communicate(timeout=30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == 1 and error.startswith("train: tp_shm: rank 0 of 2"), error
+    assert "rank 1 has died" in error
+
+
 def test_the_programs_and_the_library_know_no_python(programs):
     for file in (programs / "cases", programs / "examples" / "train", PACKAGE / "libtp_ext.so"):
         linked = subprocess.run(["ldd", file], capture_output=True, text=True, check=True).stdout
