@@ -18,17 +18,22 @@ struct NormShape {
 // weight or bias: [n], in x's dtype or, next to a half x, in fp32
 inline void check_norm_param(const OptionalTensor& t, const char* name, const Tensor& x) {
   if (!has(t)) return;
-  TORCH_CHECK_VALUE(t->dim() == 1 && t->size(0) == x.size(-1), name, ": shape ", t->sizes(),
-                    " must be [", x.size(-1), "], the last dim of x");
+  TORCH_CHECK_VALUE(t->dim() == 1 && t->sym_size(0) == x.sym_size(-1), name, ": shape ",
+                    t->sym_sizes(), " must be [", x.sym_size(-1), "], the last dim of x");
   const bool half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
   if (!half || t->scalar_type() != at::kFloat) check_same_dtype(*t, name, x, "x");
   check_same_device(*t, name, x, "x");
 }
 
-inline NormShape check_norm_input(const Tensor& x, const OptionalTensor& weight) {
+// For composite operators, which compilers trace: reads no length that they may keep symbolic
+inline void check_norm_args(const Tensor& x, const OptionalTensor& weight) {
   check_floating(x, "x");
   TORCH_CHECK_VALUE(x.dim() > 0, "x: shape [] must have a last dim to normalise over");
   check_norm_param(weight, "weight", x);
+}
+
+inline NormShape check_norm_input(const Tensor& x, const OptionalTensor& weight) {
+  check_norm_args(x, weight);
   int64_t rows = 1;
   for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) rows *= x.size(dim);
   return {rows, x.size(-1)};
@@ -46,8 +51,8 @@ inline void check_norm_stat(const Tensor& t, const char* name, const Tensor& x, 
 
 // residual, grad or grad_sum: shape, dtype and device of x, any strides
 inline void check_norm_like_x(const Tensor& t, const char* name, const Tensor& x) {
-  TORCH_CHECK_VALUE(t.sizes() == x.sizes(), name, ": shape ", t.sizes(), " must be that of x, ",
-                    x.sizes());
+  TORCH_CHECK_VALUE(t.sym_sizes() == x.sym_sizes(), name, ": shape ", t.sym_sizes(),
+                    " must be that of x, ", x.sym_sizes());
   check_same_dtype(t, name, x, "x");
   check_same_device(t, name, x, "x");
 }

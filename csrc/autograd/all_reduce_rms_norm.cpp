@@ -33,7 +33,7 @@ std::tuple<Tensor, Tensor> by_operators(const Tensor& x, const Tensor& residual,
 std::tuple<Tensor, Tensor> all_reduce_rms_norm(const Tensor& x, const Tensor& residual,
                                                const OptionalTensor& weight, double eps,
                                                const std::string& group) {
-  check_norm_input(x, weight);  // before the collective
+  check_norm_args(x, weight);  // before the collective
   check_norm_like_x(residual, "residual", x);
   if (comm::traced(x) || needs_graph(x) || needs_graph(residual) || is_any(needs_graph, weight))
     return by_operators(x, residual, weight, eps, group);
