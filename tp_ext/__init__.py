@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tp_ext.checkpoint.sharded_load import load_sharded_state_dict as load_sharded_state_dict
     from tp_ext.cmake import cmake_prefix_path as cmake_prefix_path
     from tp_ext.context_layout import ContextLayout as ContextLayout
+    from tp_ext.export.load import load_exported as load_exported
+    from tp_ext.export.write import export_model as export_model
     from tp_ext.invariance import tp_invariant as tp_invariant
     from tp_ext.lax import all_gather as all_gather
     from tp_ext.lax import all_to_all as all_to_all
@@ -120,6 +122,8 @@ _NAMES = {
     "checkpoint.sharded_load": "load_sharded_state_dict",
     "cmake": "cmake_prefix_path",
     "context_layout": "ContextLayout",
+    "export.load": "load_exported",
+    "export.write": "export_model",
     "lax": "all_gather all_to_all axis_index axis_random axis_size pmax pmean pmin ppermute psum psum_scatter pvary",
     "invariance": "tp_invariant",
     "memory": "keep_memory",

@@ -28,7 +28,7 @@ ORDER = [
     {"nn", "checkpoint", "parallel", "mesh_program"},
     {"low_precision", "outside", "refit", "simulation"},
     {"auto", "debug", "elastic", "optim"},
-    {"huggingface", "lightning", "planner", "verify"},
+    {"export", "huggingface", "lightning", "planner", "verify"},
     {"__init__", "lax", "smoke"},  # what users see and run
 ]
 # The rooms of a folder, likewise; "" stands for its own modules
