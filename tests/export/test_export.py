@@ -117,7 +117,7 @@ def test_generates_over_a_group_of_another_name(group):
     model, folder = small_gpt.make(group).eval(), folder_of_all(group)
     manifest = export(model, prompt(3), folder, generate=True, max_seq=MAX_SEQ)
     assert manifest["bits"] == "eager" and manifest["p"] == group.size() and manifest["backend"] == "gloo"
-    assert manifest["vocab_size"] == 61 and manifest["max_seq"] == MAX_SEQ and not manifest["gathered"]
+    assert manifest["vocab_size"] == 61 and manifest["max_seq"] == MAX_SEQ and manifest["logits"] == "sharded"
     size = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
     assert (folder / f"rank_{group.rank():05}.weights").stat().st_size < size + 64 * len(model.state_dict())
     other = dist.new_group(list(range(group.size())))

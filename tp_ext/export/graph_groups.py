@@ -41,8 +41,8 @@ def _rename(node: Node, names: dict[str, str]) -> None:
 
 
 def _renamed(node: Node, group: Any, names: dict[str, str]) -> Any:
-    if group == "":
-        return group
+    if group == "" or (isinstance(group, str) and group.endswith("@0/1")):
+        return ""  # one rank
     if not isinstance(group, str) or group not in names:
         raise ValueError(
             f"model: {module_of(node)}, operator {node.target}: communicates over {group!r}, and an exported "

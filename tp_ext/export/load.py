@@ -171,7 +171,7 @@ class ExportedModel:
             "top_p": top_p,
             "vocab_size": self.manifest.vocab_size,
         }
-        group = None if self.manifest.gathered else self.group.name
+        group = self.group.name if self.manifest.logits == "sharded" else None
         manual_seed(seed)
         for cache in self._caches:
             cache.zero_()  # a NaN of the last text would pass the mask

@@ -68,7 +68,7 @@ class Manifest:
         isa: the processor's architecture and features for which the code was compiled.
         dims: the least and the largest length of each dynamic dim; None: no bound.
         vocab_size, max_seq: of an export that generates, else None.
-        gathered: the logits of an export that generates are those of the whole vocabulary, not this rank's.
+        logits: of an export that generates: ``"gathered"`` of the whole vocabulary, or ``"sharded"``; else "".
         weights: of each rank. files: their sha256.
     """
 
@@ -83,7 +83,7 @@ class Manifest:
     dims: dict[str, list[int | None]]
     vocab_size: int | None
     max_seq: int | None
-    gathered: bool
+    logits: str
     weights: list[list[StoredWeight]]
     files: dict[str, str] = field(default_factory=dict)
     version: int = VERSION

@@ -226,7 +226,7 @@ def _write(
             dims=dims,
             vocab_size=None if decoding is None else decoding.vocab_size,
             max_seq=None if decoding is None else decoding.max_seq,
-            gathered=decoding is not None and outputs[0].shape[-1] == decoding.vocab_size,
+            logits="" if decoding is None else "gathered" if decoding.vocab_size == outputs[0].shape[-1] else "sharded",
             weights=[stored for stored, _ in of_ranks],
             files={name: value for _, digests in of_ranks for name, value in digests.items()},
         ).write(folder)
