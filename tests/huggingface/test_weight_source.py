@@ -4,7 +4,8 @@ import copy
 import sys
 import types
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -254,25 +255,45 @@ def test_a_changed_model_needs_a_new_source():
         next(iter(source))
 
 
-def test_where_vllm_can_be_imported_it_is_a_source_of_vllm(monkeypatch):
-    @dataclass(frozen=True)
-    class ParamMeta:
-        name: str
-        dtype: torch.dtype
-        shape: tuple
+@dataclass(frozen=True)
+class ParamMeta:
+    name: str
+    dtype: torch.dtype
+    shape: tuple
+    owners: tuple | None = field(default=None, kw_only=True)
 
-    class Base(ABC):
-        @abstractmethod
-        def metadata(self): ...
 
-        @abstractmethod
-        def __iter__(self): ...
+class BaseWithMethods(ABC):
+    """The interface of vLLM's WeightSource in its first versions."""
 
+    @abstractmethod
+    def metadata(self): ...
+
+    @abstractmethod
+    def __iter__(self): ...
+
+
+class BaseWithAttribute(ABC):
+    """That of vLLM 0.33."""
+
+    def __init_subclass__(cls):
+        assert isinstance(vars(cls).get("metadata", cached_property(len)), cached_property)
+
+    @property
+    @abstractmethod
+    def metadata(self): ...
+
+    def iter_full(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("base", [BaseWithMethods, BaseWithAttribute])
+def test_where_vllm_can_be_imported_it_is_a_source_of_vllm(base, monkeypatch):
     name = "vllm.distributed.weight_transfer.base"
     fake = types.ModuleType(name)
-    fake.WeightSource, fake.ParamMeta = Base, ParamMeta
+    fake.WeightSource, fake.ParamMeta = base, ParamMeta
     model = _sharded("llama", None)
-    assert not isinstance(weight_source(model), Base)
+    assert not isinstance(weight_source(model), base)
     for parent in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
     monkeypatch.setitem(sys.modules, name, fake)
@@ -281,8 +302,10 @@ def test_where_vllm_can_be_imported_it_is_a_source_of_vllm(monkeypatch):
         source = weight_source(model)
     finally:
         _class_of_source.cache_clear()
-    assert isinstance(source, Base) and isinstance(source, huggingface.WeightSource)
+    assert isinstance(source, base) and isinstance(source, huggingface.WeightSource)
     assert all(isinstance(meta, ParamMeta) for meta in source.metadata())
+    assert source.metadata() is source.metadata and isinstance(source.metadata, list)
+    assert [pair[0] for pair in source.iter_full()] == [meta.name for meta in source.metadata]
     _check(source, model.state_dict())
 
 

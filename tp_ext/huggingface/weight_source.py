@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,13 @@ class ParamMeta(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+class Metadata(list[Any]):
+    """What a source declares of its tensors, for engines that read an attribute and for those that call a method."""
+
+    def __call__(self) -> Metadata:
+        return self
 
 
 def weight_source(
@@ -105,7 +112,7 @@ class WeightSource:
     :func:`tp_ext.full_state_dict` does; with FSDP2 also an all-gather of each factor of an adapter. Besides the
     shards there is one full tensor at a time; where files hold it in another form (the experts of Mixtral), those of a
     group: one stack of expert matrices. A pass raises ValueError, on all ranks, if the model no longer has the tensors
-    of :meth:`metadata`.
+    of :attr:`metadata`.
     """
 
     _meta: type = ParamMeta
@@ -133,15 +140,20 @@ class WeightSource:
 
         check_same("dtype, names", described, self._ranks)
 
-    def metadata(self) -> list[Any]:
-        """Returns ``name``, ``dtype`` and full ``shape`` of each tensor, in the order of iteration; communicates
-        nothing."""
-        return [
+    @cached_property
+    def metadata(self) -> Metadata:
+        """``name``, ``dtype`` and full ``shape`` of each tensor, in the order of iteration: an attribute, as vLLM has
+        it, that may also be called, ``metadata()``. Communicates nothing."""
+        return Metadata(
             self._meta(name, self._dtype_of(tensor.dtype), tuple(part.shape))
             for group in self._groups
             for target, tensor in group.targets.items()
             for name, part in self._named(target, tensor)
-        ]
+        )
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        """Begins a pass, as ``iter``: the name that vLLM has for it."""
+        return iter(self)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self._read()
