@@ -1,6 +1,7 @@
 """Trainers of TRL around a sharded model: every logged number and all weights are those of one process."""
 
 import functools
+import importlib
 import os
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 import transformers
 
 import tp_ext
-from tests.helpers.one_plan import run, run_raises
+from tests.helpers.one_plan import run
 from tests.huggingface import trl_cases as cases
 from tp_ext import huggingface
+from tp_ext.huggingface.trl_trainers import KNOWN, hash_of_ranks
 
-trl = pytest.importorskip("trl")
+trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
 
 transformers.utils.logging.disable_progress_bar()
 GENERATION = {
@@ -37,12 +39,14 @@ TRAININGS = {  # trainer, model, options
     "dpo reference": ("DPOTrainer", "gpt2", {"dataset": "preference", "arguments": {"ref_model": cases.loaded}, **SGD}),
     "dpo precomputed": ("DPOTrainer", "llama", {"dataset": "preference", "precompute_ref_log_probs": True}),
     "dpo weighted": ("DPOTrainer", "qwen2", {"dataset": "preference", "use_weighting": True, **SGD}),
-    "reward": ("RewardTrainer", "reward", {"dataset": "preference", **EVALUATED}),
+    "reward": ("RewardTrainer", "llama reward", {"dataset": "preference", **EVALUATED}),
     "kto": ("KTOTrainer", "llama", {"dataset": "label"}),
     "grpo": ("GRPOTrainer", "llama", {**GENERATION, "beta": 0.1}),
     "grpo iterated": ("GRPOTrainer", "llama", {**GENERATION, "gradient_accumulation_steps": 2, "num_iterations": 2}),
     "rloo": ("RLOOTrainer", "llama", GENERATION),
 }
+ROWS = {"SFTTrainer": "text", "DPOTrainer": "preference", "RewardTrainer": "preference", "KTOTrainer": "label"}
+OF_TRAINER = {name: {"dataset": ROWS[name]} if name in ROWS else GENERATION for name in KNOWN}
 BY_DEFAULT = {("sft", 2), ("sft", 3), ("dpo", 2), ("grpo", 2)}
 
 
@@ -92,23 +96,72 @@ def test_data_axis_has_the_logs_of_data_parallel_processes(name, tmp_path):
         _check(found, expected)
 
 
-def _with_adapters(model):
-    tp_ext.manual_seed(0)
-    tp_ext.add_lora(model, targets=["q_proj", "o_proj", "up_proj", "down_proj"], r=4, alpha=8.0)
+def _adapters_of_peft(model, path):
+    return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
 
 
-@pytest.mark.parametrize("name", ["sft", pytest.param("dpo", marks=pytest.mark.exhaustive)])
-def test_adapters_of_ours(name, tmp_path):
+def _adapters_of_ours(model, path):
+    huggingface.load_adapter(model, path)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "dpo" else pytest.mark.exhaustive)
+        for name in ("sft", "dpo", "dpo precomputed", "kto", "grpo", "rloo")
+    ],
+)
+def test_adapters_and_the_base_as_reference_are_those_of_peft(name, tmp_path):
     trainer, model, options = TRAININGS[name]
-    folder = cases.write_model(model, tmp_path / "model")
-    options = options | {"prepare": _with_adapters, "learning_rate": 1e-2}
-    expected = run(cases.train, 1, trainer, folder, tmp_path / "one", timeout=300, **options)[0]
-    assert expected[0][0]["loss"] != expected[0][2]["loss"]
-    if name == "dpo":  # the reference is the base: no difference before the first step
-        assert expected[0][0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
-    for found in run(cases.train, 2, trainer, folder, tmp_path / "ranks", timeout=300, **options):
+    folder, adapter = cases.write_model(model, tmp_path / "model"), tmp_path / "adapter"
+    torch.manual_seed(1)
+    # Trainers with a reference switch dropout off
+    dropout = 0.3 if name.startswith(("dpo", "kto")) else 0.0
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=["q_proj", "o_proj", "up_proj"])
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(base, config).save_pretrained(adapter)  # lora_B is 0: TRL's reference, a copy, is the base
+    options = options | {"learning_rate": 1e-2, **SGD}
+    options = options | ({"learning_rate": 1.0} if "num_generations" in options else {})
+    prepare = functools.partial(_adapters_of_peft, path=adapter)
+    expected = cases.train(None, trainer, folder, tmp_path / "one", prepare=prepare, **options)
+    prepare = functools.partial(_adapters_of_ours, path=adapter)
+    for found in run(cases.train, 2, trainer, folder, tmp_path / "ranks", prepare=prepare, timeout=300, **options):
         _check(found, expected)
         assert all("lora_" in key for key in found[1])
+
+
+def test_a_reference_that_is_the_base_takes_no_memory(tmp_path):
+    folder = cases.write_model("llama", tmp_path / "model")
+    model = huggingface.from_pretrained(folder, group=None)
+    tp_ext.add_lora(model, targets="q_proj", r=4, alpha=8.0)
+    for name in ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"):
+        options = OF_TRAINER[name] | {"beta": 0.1, "cls": huggingface.trainer_for(getattr(trl, name))}
+        made = cases.make(None, name, folder, tmp_path, model=model, **options)
+        assert {id(p) for p in made.ref_model.parameters()} == {id(p) for p in model.parameters()}, name
+        with pytest.raises(ValueError, match="args: sync_ref_model must be False for a model with adapters"):
+            cases.make(None, name, folder, tmp_path, model=model, sync_ref_model=True, **options)
+    # PEFT would not know the layers of one rank either
+    options["arguments"] = options["arguments"] | {"peft_config": _peft}
+    with pytest.raises(ValueError, match=r"peft_config: must not be given .* call tp_ext.add_lora"):
+        cases.make(None, name, folder, tmp_path, model=model, **options)
+
+
+def _hashes(group):
+    importlib.import_module("trl.trainer.utils")
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+    before = hash_of_ranks(model, group)
+    if group.rank() == 1:
+        model.bias.data += 1
+    return before, hash_of_ranks(model, group)
+
+
+def test_models_that_differ_on_one_rank_have_other_hashes():
+    (before, after), others = run(_hashes, 2)
+    assert before != after and others == (before, after)
 
 
 @pytest.mark.exhaustive
@@ -160,30 +213,76 @@ def _bad_reward(folder, load):
 
 
 def _peft(folder, load):
-    return "LoraConfig()"
+    return peft.LoraConfig(task_type="CAUSAL_LM")
 
 
+OTHER_WORDS = {"ref_model": cases.other_vocabulary}
 REFUSALS = [  # trainer, options, message
-    ("SFTTrainer", {"arguments": {"peft_config": _peft}}, "peft_config: must not be given .* tp_ext.add_lora"),
-    (
-        "DPOTrainer",
-        {"dataset": "preference", "arguments": {"ref_model": cases.other_vocabulary}},
-        "ref_model: has a vocabulary of 50 and must have one of 97, that of model",
+    *(
+        (
+            name,
+            {**options, "arguments": {**options.get("arguments", {}), "peft_config": _peft}},
+            "peft_config: must not be given for a sharded model: .* call tp_ext.add_lora",
+        )
+        for name, options in OF_TRAINER.items()
+    ),
+    *(
+        (
+            name,
+            {**options, "cls": name},
+            rf"'.*' is sharded over ranks \[0, 1\], and {name} takes .*: use tp_ext.huggingface.trainer_for\({name}\)",
+        )
+        for name, options in OF_TRAINER.items()
+    ),
+    *(
+        (
+            "DPOTrainer",
+            {"dataset": "preference", "arguments": OTHER_WORDS, **by_path},
+            "ref_model: has a vocabulary of 50 and must have one of 97, that of model",
+        )
+        for by_path in ({}, {"model": "path"})
     ),
     ("SFTTrainer", {"use_liger_kernel": True}, "args: use_liger_kernel must be False for a sharded model"),
     ("SFTTrainer", {"train_sampling_strategy": "batch_rebalance"}, "args: train_sampling_strategy must not be"),
-    ("GRPOTrainer", {**GENERATION, "use_vllm": True}, "args: use_vllm must be False for a sharded model"),
+    ("SFTTrainer", {"model": "unsharded"}, "model: is not sharded and must be sharded over all 2 ranks"),
+    ("SFTTrainer", {"model": "alone"}, r"model: is sharded over the groups of ranks \[\], which must be equally large"),
+    ("GRPOTrainer", {**GENERATION, "use_vllm": True}, "args: use_vllm must be False for a sharded model: vLLM would"),
+    ("RLOOTrainer", {**GENERATION, "use_vllm": True}, "args: use_vllm must be False for a sharded model: vLLM would"),
     ("GRPOTrainer", {**GENERATION, "cast_lm_head_to_fp32": True}, "args: cast_lm_head_to_fp32 must be False"),
     ("GRPOTrainer", {**GENERATION, "num_generations": 8}, "args: generation_batch_size = 4 over 1 data-parallel ranks"),
     ("GRPOTrainer", {**GENERATION, "arguments": {"reward_funcs": _bad_reward}}, "no such rule"),
 ]
 
 
-def test_what_is_not_right_is_refused(tmp_path):
-    folder = cases.write_model("llama", tmp_path / "model")
+def _refused(group, folder, out):
+    model = huggingface.from_pretrained(folder, group=group)
+    model.config.num_labels = 1  # for the trainer of rewards
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    models = {
+        "path": str(folder),
+        "alone": huggingface.from_pretrained(folder, group=None),
+        "unsharded": transformers.AutoModelForCausalLM.from_pretrained(folder),
+    }
     for trainer, options, match in REFUSALS:
+        given = options | {"model": models.get(options.get("model"), model)}
+        given["cls"] = getattr(trl, trainer) if "cls" in options else None  # not ours
         kind = KeyError if match == "no such rule" else ValueError
-        run_raises(cases.train, 2, kind, match, trainer, folder, tmp_path / "out", **options)
+        # Also without the variables of torchrun, where accelerate sees one process
+        for variables in (True, False) if "cls" in options else (True,):
+            with cases.processes(group if variables else None), pytest.raises(kind, match=match):
+                cases.make(group, trainer, folder, out, **given).train()
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys(), trainer
+        assert all(
+            after[name] is parameter and torch.equal(parameter, kept) for name, (parameter, kept) in before.items()
+        )
+
+
+def test_what_is_not_right_is_refused_before_anything_changes(tmp_path):
+    run(_refused, 2, cases.write_model("llama", tmp_path / "model"), tmp_path / "out", timeout=300)
+
+
+def test_classes_that_are_not_known_are_refused():
     with pytest.raises(TypeError, match=r"cls: <class 'int'> must be transformers.Trainer or a subclass"):
         huggingface.trainer_for(int)
     with pytest.raises(TypeError, match="cls: DistillationTrainer of TRL is not known over shards"):
@@ -207,20 +306,6 @@ def test_another_signature_is_named():
         TypeError, match=r"cls: _Other.save_model of tests \? has parameters \['self', 'output_dir', 'f"
     ):
         huggingface.trainer_for(_Other)
-
-
-def _plain(group, folder, variables):
-    model = huggingface.from_pretrained(folder, group=group)
-    options = transformers.TrainingArguments
-    with cases.processes(group if variables else None):
-        transformers.Trainer(model, options(str(folder / "out"), use_cpu=True, report_to=[]))
-
-
-def test_plain_trainers_name_ours(tmp_path):
-    folder = cases.write_model("llama", tmp_path / "model")
-    for variables in (True, False):
-        match = r"model: '.*' is sharded over ranks \[0, 1\], and Trainer takes .* tp_ext.huggingface.trainer_for\(Trai"
-        run_raises(_plain, 2, ValueError, match, folder, variables)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -24,20 +24,19 @@ LLAMA = {
     "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 6, "max_position_embeddings": 64,
 }  # fmt: skip
-MODELS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **LLAMA)),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**SMALL, **LLAMA, tie_word_embeddings=True)
-    ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            **SMALL, n_embd=24, n_layer=2, n_head=6, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        )
-    ),
-    "reward": lambda: transformers.LlamaForSequenceClassification(
-        transformers.LlamaConfig(**SMALL, **LLAMA, num_labels=1)
-    ),
+GPT2 = {
+    "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "Llama": lambda: transformers.LlamaConfig(**SMALL, **LLAMA),
+    "Qwen2": lambda: transformers.Qwen2Config(**SMALL, **LLAMA, tie_word_embeddings=True),
+    "GPT2": lambda: transformers.GPT2Config(**SMALL, **GPT2),
 }
+MODELS = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gpt2": "GPT2LMHeadModel",
+    **{f"{name.lower()} reward": f"{name}ForSequenceClassification" for name in CONFIGS},
+}  # fmt: skip
 
 
 CHAT = (
@@ -49,7 +48,10 @@ CHAT = (
 def write_model(kind: str, folder: Path) -> Path:
     """Writes a model of random weights and a tokenizer of whole words."""
     torch.manual_seed(0)
-    MODELS[kind]().save_pretrained(folder)
+    cls = getattr(transformers, MODELS[kind])
+    config = CONFIGS[MODELS[kind].partition("For")[0].partition("LM")[0]]()
+    config.num_labels = 1 if "reward" in kind else 2
+    cls(config).save_pretrained(folder)
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCAB - 4))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -130,7 +132,7 @@ def processes(group: Any):
         state._reset_state()
 
 
-def train(
+def make(
     group: Any,
     trainer: str,
     folder: Path,
@@ -142,50 +144,60 @@ def train(
     dataset: str = "text",
     arguments: dict[str, Any] | None = None,
     plain: bool = False,
-    by_path: bool = False,
-    resume: str | None = None,
+    model: Any = None,
     prepare: Any = None,
+    cls: type | None = None,
     **options: Any,
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Trains; returns the logs, without times, and the weights.
+) -> Any:
+    """Makes a trainer.
 
     Args:
         tp: the ranks that share a model; default all. data: the number of data ranks.
-        plain: the trainer of TRL, of unsharded models, over all ranks. by_path: the trainer loads the model.
-        prepare: is called with the model. resume: a checkpoint.
+        plain: the trainer of TRL, of unsharded models, over all ranks. cls: the class, instead of the one made for
+            sharded models. model: instead of one that is loaded. prepare: is called with the model, and returns it.
         arguments: of the constructor, each a function of the folder and the function that loads a model.
         options: of the trainer's arguments.
     """
     import trl
 
-    cls = getattr(trl, trainer) if hasattr(trl, trainer) else getattr(transformers, trainer)
+    base = getattr(trl, trainer)
     config = getattr(trl, trainer.replace("Trainer", "Config"))
+    size = 1 if group is None else group.size()
+    if group is None or plain:
+        kind = transformers.AutoModelForSequenceClassification if "Reward" in trainer else None
+        load = functools.partial((kind or transformers.AutoModelForCausalLM).from_pretrained)
+    else:
+        ranks = torch.arange(size).view(-1, tp or size)
+        mesh = dist.DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+        load = functools.partial(huggingface.from_pretrained, mesh=mesh["tp"])
+        base = huggingface.trainer_for(base)
+    batch = {"per_device_train_batch_size": 4 // data, "per_device_eval_batch_size": 4 // data}
+    args = config(**{
+        "output_dir": str(out), "max_steps": steps, "logging_steps": 1, "learning_rate": 3e-3, "use_cpu": True,
+        "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "seed": 5,
+        "max_grad_norm": 0.5, "gradient_checkpointing": False, "include_num_input_tokens_seen": True, **batch,
+        **options,
+    })  # fmt: skip
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    model = load(folder) if model is None else model
+    model = model if prepare is None else prepare(model)
+    given = {name: value(folder, load) for name, value in (arguments or {}).items()}
+    examples = rows(dataset)
+    if args.eval_strategy != "no":
+        given["eval_dataset"] = examples.select(range(6))
+    return (cls or base)(model=model, args=args, train_dataset=examples, processing_class=tokenizer, **given)
+
+
+def train(
+    group: Any, trainer: str, folder: Path, out: Path, *, resume: str | None = None, by_path: bool = False, **given: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Trains by a trainer of :func:`make`; returns the logs, without times, and the weights.
+
+    Args:
+        resume: a checkpoint. by_path: the trainer loads the model.
+    """
     with processes(group):
-        size = 1 if group is None else group.size()
-        if group is None or plain:
-            kind = transformers.AutoModelForSequenceClassification if "Reward" in trainer else None
-            load = functools.partial((kind or transformers.AutoModelForCausalLM).from_pretrained)
-        else:
-            ranks = torch.arange(size).view(-1, tp or size)
-            mesh = dist.DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-            load = functools.partial(huggingface.from_pretrained, mesh=mesh["tp"])
-            cls = huggingface.trainer_for(cls)
-        batch = {"per_device_train_batch_size": 4 // data, "per_device_eval_batch_size": 4 // data}
-        args = config(**{
-            "output_dir": str(out), "max_steps": steps, "logging_steps": 1, "learning_rate": 3e-3, "use_cpu": True,
-            "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "seed": 5,
-            "max_grad_norm": 0.5, "gradient_checkpointing": False, "include_num_input_tokens_seen": True, **batch,
-            **options,
-        })  # fmt: skip
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        model = str(folder) if by_path else load(folder)
-        if prepare is not None:
-            prepare(model)
-        given = {name: value(folder, load) for name, value in (arguments or {}).items()}
-        examples = rows(dataset)
-        if args.eval_strategy != "no":
-            given["eval_dataset"] = examples.select(range(6))
-        made = cls(model=model, args=args, train_dataset=examples, processing_class=tokenizer, **given)
+        made = make(group, trainer, folder, out, **given, **({"model": str(folder)} if by_path else {}))
         made.train(resume_from_checkpoint=resume)
         logs = [{k: v for k, v in line.items() if not any(t in k for t in TIMES)} for line in made.state.log_history]
         logs = [{k: float(v) for k, v in line.items()} for line in logs]

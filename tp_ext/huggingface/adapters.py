@@ -155,6 +155,11 @@ def _add(
     return record
 
 
+def adapters_of(model: nn.Module) -> list[LoRALinear | LoRAWeight]:
+    """Returns the adapters in a model."""
+    return [module for module in model.modules() if isinstance(module, LoRALinear | LoRAWeight)]
+
+
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Makes a model its base, bit for bit, within a ``with``: the reference model of DPO or GRPO.
@@ -169,7 +174,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
-    adapters = [module for module in model.modules() if isinstance(module, LoRALinear | LoRAWeight)]
+    adapters = adapters_of(model)
     if not adapters:
         raise ValueError(f"model: {type(model).__name__} must have adapters, of add_lora or load_adapter")
     if any(isinstance(adapter, LoRALinear) and adapter.merged for adapter in adapters):

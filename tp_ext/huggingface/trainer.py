@@ -10,7 +10,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.files.plain_values import read_saved
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict, with_names
 from tp_ext.group import Group, process_group
-from tp_ext.huggingface import adapters
 from tp_ext.huggingface.accelerator import SHARDS, refused
-from tp_ext.huggingface.adapters import load_adapter, save_adapter
+from tp_ext.huggingface.adapters import adapters_of, load_adapter, save_adapter
 from tp_ext.huggingface.load import load_weights
 from tp_ext.huggingface.prepare import AcceleratorMethods, shared_mesh
 from tp_ext.huggingface.save import save_pretrained
@@ -37,10 +35,10 @@ from tp_ext.huggingface.trl_trainers import (
     check_class,
     count_data_ranks,
     data_processes,
+    give_reference,
     share_rewards,
 )
 from tp_ext.model.census import census
-from tp_ext.nn.lora import LoRALinear
 
 ARGUMENT = "resume_from_checkpoint"
 OPTIMIZER = "tp_ext_optimizer"
@@ -88,8 +86,9 @@ class Trainer(transformers.Trainer):
         # Before the base class, which makes the accelerator and takes the ranks for data-parallel ones
         self._ranks = world_of(model)
         self.model_group = group_of(model)
-        if self._ranks > 1:
-            check_arguments(bound.arguments, options)
+        check_arguments(bound.arguments, options, self._ranks)
+        self._reference = bound.arguments.get("ref_model")
+        give_reference(bound, options)
         with data_processes(self):
             super().__init__(*bound.args, **bound.kwargs)
         if self._ranks > 1:
@@ -109,7 +108,8 @@ class Trainer(transformers.Trainer):
             )
         if self._ranks == 1:
             return
-        check_arguments({}, self.args)
+        # A path has become a model
+        check_arguments({"model": self.model, "ref_model": self._reference}, self.args, self._ranks)
         accelerator = self.accelerator
         self.mesh = shared_mesh(accelerator, self.model, (), self._ranks)
         AcceleratorMethods(accelerator, self.model, self.mesh)
@@ -155,11 +155,8 @@ class Trainer(transformers.Trainer):
         path_of = dataset._get_cache_file_path
         groups = [process_group(dist.group.WORLD)] if self._ranks > 1 else []
         dataset._get_cache_file_path = lambda fingerprint: broadcast_from_first(lambda: path_of(fingerprint), groups)
-        # TRL turns off the adapters of PEFT alone
-        is_base = _has_adapters(self.model) and self.ref_model is None
         try:
-            with _base_of(self.model) if is_base else nullcontext():
-                return super()._precompute_ref_logps(dataset, *args, **kwargs)
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
         finally:
             del dataset._get_cache_file_path
 
@@ -182,7 +179,7 @@ class Trainer(transformers.Trainer):
         """Writes the model as :func:`tp_ext.huggingface.save_pretrained`, of one with adapters these alone; every rank
         calls it."""
         folder = output_dir or self.args.output_dir
-        save: Callable[[Any, str], None] = save_adapter if _has_adapters(self.model) else save_pretrained
+        save: Callable[[Any, str], None] = save_adapter if adapters_of(self.model) else save_pretrained
         # Ranks of other data have the same weights: the first of them write
         is_first = self.accelerator.process_index == 0
         call_on_all_ranks(self.data_group, lambda: save(self.model, folder) if is_first else None)
@@ -312,20 +309,9 @@ def group_of(model: Any) -> Group:
     return next((axis.name for axis in census(model).groups.axes), None)
 
 
-def _has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, LoRALinear) for module in model.modules())
-
-
-def _base_of(model: nn.Module) -> Any:
-    disable = getattr(adapters, "disable_adapters", None)
-    if disable is None:
-        raise ValueError("precompute_ref_log_probs: must be False for a model with adapters, which are in its numbers")
-    return disable(model)
-
-
 def _load(model: Any, folder: Any) -> None:
     """Reads what :meth:`Trainer.save_model` has written."""
-    (load_adapter if _has_adapters(model) else load_weights)(model, folder)
+    (load_adapter if adapters_of(model) else load_weights)(model, folder)
 
 
 def _unwrapped(optimizer: Any) -> Any:

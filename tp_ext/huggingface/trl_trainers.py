@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from tp_ext._object_collectives import all_gather_objects, broadcast_from_first
+from tp_ext.huggingface.adapters import adapters_of, disable_adapters
 from tp_ext.huggingface.folder import class_of
 from tp_ext.huggingface.fused_head import check_replaced
 from tp_ext.huggingface.load import from_pretrained
@@ -53,11 +54,14 @@ def check_class(cls: type) -> None:
     check_replaced()
 
 
-def check_arguments(given: dict[str, Any], options: Any) -> None:
+def check_arguments(given: dict[str, Any], options: Any, ranks: int) -> None:
     """Raises ValueError for arguments of the constructor, and ``options``, its ``args``, that shards make wrong."""
     for name, reason in REFUSED_ARGUMENTS.items():
-        if given.get(name) is not None:
+        # Of a model of one rank the layers are ours, too
+        if given.get(name) is not None and (ranks > 1 or name.endswith("_config")):
             raise ValueError(f"{name}: must not be given for a sharded model: {reason}")
+    if ranks == 1:
+        return
     sizes = [vocabulary_of(given[name]) for name in ("model", "ref_model") if name in given]
     if None not in sizes and len(set(sizes)) > 1:
         raise ValueError(f"ref_model: has a vocabulary of {sizes[1]} and must have one of {sizes[0]}, that of model")
@@ -67,6 +71,34 @@ def check_arguments(given: dict[str, Any], options: Any) -> None:
     # It cuts the batch over all processes itself
     if getattr(options, "train_sampling_strategy", None) == "batch_rebalance":
         raise ValueError("args: train_sampling_strategy must not be 'batch_rebalance' for a sharded model")
+
+
+class BaseOfAdapters(nn.Module):
+    """The reference of a model with adapters: the model itself, whose adapters are switched off during a call."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        # Not forward: trainers give a reference another one
+        with disable_adapters(self.model):
+            return self.model(*args, **options)
+
+
+def give_reference(bound: inspect.BoundArguments, options: Any) -> None:
+    """Makes the base the reference of a model with adapters, where a trainer has a ``ref_model`` and none is given.
+
+    Raises:
+        ValueError: the reference must follow the model, which with adapters it cannot.
+    """
+    model = bound.arguments.get("model")
+    if not isinstance(model, nn.Module) or not adapters_of(model) or bound.arguments.get("ref_model") is not None:
+        return
+    if getattr(options, "sync_ref_model", False):
+        raise ValueError("args: sync_ref_model must be False for a model with adapters, whose reference is its base")
+    if "ref_model" in bound.signature.parameters:
+        bound.arguments["ref_model"] = BaseOfAdapters(model)
 
 
 def vocabulary_of(model: Any) -> int | None:
@@ -116,9 +148,14 @@ def data_processes(trainer: Any) -> Iterator[None]:
         "gather_object": (accelerate.utils.gather_object, lambda rows: _rows_of_all(rows, trainer.data_group)),
         "set_seed": (accelerate.utils.set_seed, lambda *args, **options: _set_seed(trainer, *args, **options)),
     }
-    utils = sys.modules.get("trl.trainer.utils")
+    utils: Any = sys.modules.get("trl.trainer.utils")
     if utils is not None:
-        functions["create_model_from_path"] = (utils.create_model_from_path, lambda *a, **k: _load(trainer, *a, **k))
+        for name, ours in (
+            ("create_model_from_path", lambda *args, **options: _load(trainer, *args, **options)),
+            ("disable_dropout_in_model", _disable_dropout),
+            ("hash_module", lambda model: hash_of_ranks(model, trainer.sharing_group)),
+        ):
+            functions[name] = getattr(utils, name), ours
     modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules]
     changed = []
     for module in modules:
@@ -147,6 +184,10 @@ def _set_seed(trainer: Any, seed: int, device_specific: bool = False, determinis
 
 def _load(trainer: Any, path: str, architecture: Any = None, **options: Any) -> Any:
     """Loads what TRL would load whole on each rank: the model, by its path, or the reference."""
+    # The second one is the reference
+    model = getattr(trainer, "model", None)
+    if model is not None and adapters_of(model):
+        return BaseOfAdapters(model)
     options = {name: value for name, value in options.items() if value not in (None, False) and name != "device_map"}
     revision = options.pop("revision", None)
     folder = path if os.path.isdir(path) else snapshot_download(path, revision=revision)
@@ -156,6 +197,19 @@ def _load(trainer: Any, path: str, architecture: Any = None, **options: Any) -> 
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     options["dtype"] = dtype if isinstance(dtype, torch.dtype) else None
     return from_pretrained(folder, group=trainer.model_group, model_class=model_class, **options)
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """As TRL's ``disable_dropout_in_model``, which knows of ``nn.Dropout`` alone."""
+    sys.modules["trl.trainer.utils"].disable_dropout_in_model(model)
+    for adapter in adapters_of(model):
+        adapter.dropout = 0.0
+
+
+def hash_of_ranks(model: nn.Module, group: ProcessGroup | None) -> str:
+    """Returns TRL's hashes of the shards of all ranks: a file of log-probabilities is named by it, and models may
+    differ in one rank's shards alone."""
+    return ",".join(all_gather_objects(sys.modules["trl.trainer.utils"].hash_module(model), group))
 
 
 def called_once(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
