@@ -303,6 +303,12 @@ def test_classes_that_are_not_known_are_refused():
         huggingface.trainer_for(trl.DistillationTrainer)
 
 
+def test_a_path_without_the_ranks_of_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="args: know of 1 processes and must know of all 2 of torchrun, which share"):
+        huggingface.trainer_for(trl.SFTTrainer)("model")
+
+
 def test_one_class_for_each():
     assert huggingface.trainer_for(transformers.Trainer) is huggingface.Trainer
     made = huggingface.trainer_for(trl.SFTTrainer)

@@ -84,7 +84,7 @@ class Trainer(transformers.Trainer):
         if model is None or bound.arguments.get("model_init") is not None:
             raise ValueError(f"model_init: {_NO_MODEL_INIT}")
         # Before the base class, which makes the accelerator and takes the ranks for data-parallel ones
-        self._ranks = world_of(model)
+        self._ranks = world_of(model, options)
         self.model_group = group_of(model)
         check_arguments(bound.arguments, options, self._ranks)
         self._reference = bound.arguments.get("ref_model")
@@ -293,8 +293,16 @@ def _trainer_for(cls: type) -> type:
     return type(f"Sharded{cls.__name__}", (Trainer, cls), {"__doc__": cls.__doc__, "__module__": __name__})
 
 
-def world_of(model: Any) -> int:
+def world_of(model: Any, options: Any) -> int:
     """Returns the number of ranks of the job; raises ValueError unless the model is sharded, over some of them."""
+    if isinstance(model, str):
+        # Arguments of transformers begin the process group of torchrun. The base class would make its own too late
+        known = (transformers.TrainingArguments() if options is None else options).world_size
+        if known != (started := int(os.environ.get("WORLD_SIZE", 1))):
+            raise ValueError(
+                f"args: know of {known} processes and must know of all {started} of torchrun, which share the model; "
+                "on CPUs pass args with use_cpu=True"
+            )
     world = dist.get_world_size() if dist.is_initialized() else 1
     # Over which, all ranks find together. A path is read by the base class
     if not isinstance(model, str) and getattr(model, "tp_ext_plan", None) is None:

@@ -23,7 +23,7 @@ from tp_ext.huggingface.save import full_config
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import Census, census
 from tp_ext.model.fqn import Entry
-from tp_ext.model.stages import Stages, joined
+from tp_ext.model.stages import Stages
 from tp_ext.nn.lora import LoRALinear
 from tp_ext.nn.lora_weight import LoRAWeight
 from tp_ext.nn.low_bits import LowBits
@@ -92,7 +92,6 @@ def weight_source(
     if isinstance(model, ParallelRun):
         mesh = model.mesh if mesh is None else mesh
     stages: Stages = model.state if isinstance(model, ParallelRun) else model
-    joined(stages)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: {dtype!r} must be a floating-point torch.dtype, or None")
     check_bool(merge_adapters=merge_adapters)
