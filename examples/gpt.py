@@ -146,7 +146,12 @@ class GPT(nn.Module):
         blocks = self.head.invariant_blocks
         with tp_ext.tp_invariant(blocks) if blocks else contextlib.nullcontext():
             return tp_ext.vocab_parallel_cross_entropy(
-                logits, target.flatten(), self.group, vocab_size=self.config.vocab_size, reduction=reduction
+                logits,
+                target.flatten(),
+                self.group,
+                vocab_size=self.config.vocab_size,
+                sizes=self.head.vocab_sizes,
+                reduction=reduction,
             )
 
     def loss(self, ids: Tensor, target: Tensor) -> Tensor:
@@ -179,9 +184,8 @@ class GPT(nn.Module):
         new = ids
         for _ in range(count):
             last = self(new, caches=caches).unflatten(0, (len(ids), -1))[:, -1]
-            new = tp_ext.vocab_parallel_sample(
-                last, self.group, vocab_size=self.config.vocab_size, temperature=temperature, top_k=top_k
-            )[:, None]
+            sizes = {"vocab_size": self.config.vocab_size, "sizes": self.head.vocab_sizes}
+            new = tp_ext.vocab_parallel_sample(last, self.group, **sizes, temperature=temperature, top_k=top_k)[:, None]
             if log_probabilities is not None:
                 log_probabilities.append(-self.cross_entropy(last, new, reduction="none"))
             ids = torch.cat([ids, new], 1)

@@ -52,6 +52,14 @@ def number(kind: type, rule: str, valid: Callable[[Any], bool]) -> Callable[[str
     return parse
 
 
+def weights(text: str) -> list[float]:
+    """An argparse type: numbers of at least 0, with commas between."""
+    parts = text.split(",")
+    if not all(part.replace(".", "", 1).isdigit() for part in parts) or not any(map(float, parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers of at least 0, such as 2,1, one of them above 0")
+    return [float(part) if "." in part else int(part) for part in parts]
+
+
 POSITIVE = number(int, "be at least 1", lambda n: n >= 1)
 RANKS = number(int, "be at least 1, or -1", lambda n: n >= 1 or n == -1)
 COUNT = number(int, "be at least 0", lambda n: n >= 0)
@@ -132,6 +140,8 @@ def parse_options(description: str) -> argparse.Namespace:
     ranks.add_argument("--ep", "--expert-parallel", type=RANKS, default=1, help=expert)
     ranks.add_argument("--cp", type=RANKS, default=1, help="context-parallel ranks: tokens of each sequence")
     ranks.add_argument("--tp", type=RANKS, default=-1, help="tensor-parallel ranks: shards of each weight")
+    shares = "weights of the ranks of --tp, such as 2,1: shares of heads, features, words and tokens; None: equal"
+    ranks.add_argument("--shares", type=weights, help=shares)
     contexts = ("ring", "all_gather", "ulysses")
     ranks.add_argument("--context", choices=contexts, default=config.context, help="how keys reach the ranks of --cp")
     ranks.add_argument("--schedule", choices=SCHEDULES, help="of the pipeline; None: 1F1B")
@@ -181,6 +191,14 @@ def check_mesh(parser: argparse.ArgumentParser, options: argparse.Namespace, ran
         parser.error(f"argument --{MESH[0]}: {given} must multiply to the {ranks} ranks of this run")
     for name in remaining:
         setattr(options, name, ranks // known)
+    if options.shares is not None:
+        refused = {"cp": options.cp > 1, "ep": options.ep > 1, "tp-invariant": bool(options.tp_invariant)}
+        if name := next((name for name, given in refused.items() if given), None):
+            parser.error(f"argument --shares: must not be given with --{name}")
+        if len(options.shares) != options.tp:
+            parser.error(
+                f"argument --shares: {options.shares} must be one weight for each of the {options.tp} tp ranks"
+            )
     if options.micro_batches is None:
         options.micro_batches = options.pp
     factors = {"--dp": options.dp, "--ep": options.ep, "--micro-batches": options.micro_batches}

@@ -104,7 +104,8 @@ class Trainer:
         self.mesh = mesh
         blocks = options.tp_invariant
         invariant = tp_ext.tp_invariant(blocks) if blocks else contextlib.nullcontext()
-        with torch.device("meta"), invariant:  # each rank then gets the memory of its own stage and shards
+        # Each rank then gets the memory of its own stage and shards
+        with torch.device("meta"), invariant, tp_ext.shares(options.shares):
             model = GPT(config_of(options), mesh["tp"], mesh["cp"], mesh["ep"], mesh["dp"])
         if options.float8:
             tp_ext.low_precision.float8(model, tp_ext.low_precision.Float8(options.float8))

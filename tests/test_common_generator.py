@@ -383,7 +383,7 @@ def _over_store(group):
     """As over a group of NCCL, whose device must not be waited for."""
     torch.manual_seed(5 + group.rank())
     layers = [tp_ext.Dropout(0.4, group=group) for _ in range(3)]
-    with mock.patch.object(common_generator, "_device_of", lambda ranks: torch.device("cuda")):
+    with mock.patch.object(common_generator, "device_of", lambda ranks: torch.device("cuda")):
         return torch.stack([layer(X) == 0 for _ in range(50) for layer in layers])
 
 

@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from tp_ext.sharding import Layout as Layout
     from tp_ext.sharding import Part as Part
     from tp_ext.sharding import Sharding as Sharding
+    from tp_ext.share_sizes import shares as shares
     from tp_ext.verify import verify as verify  # the module is called as its function, which type checkers do not know
 
 # The names of each module, as above
@@ -158,6 +159,7 @@ _NAMES = {
     "regions": "all_gather_region all_to_all_region copy_to_region gather_from_region "
     "reduce_from_region reduce_scatter_region scatter_to_region",
     "sharded_matmul": "matmul_2d",
+    "share_sizes": "shares",
     "sharding": "Layout Part Sharding",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -78,7 +78,7 @@ def follow_first(groups: Iterable[ParallelGroup], device: torch.device) -> None:
     device must not be waited for.
     """
     for group in groups:
-        if group.size > 1 and _can_meet(device):
+        if group.size > 1 and can_meet(device):
             _take_over(group, device)
 
 
@@ -93,7 +93,7 @@ def begin_draw(groups: Iterable[ParallelGroup], device: torch.device) -> None:
             continue
         if torch.compiler.is_compiling():
             _compare_while_compiling(group.name, device.type, device.index)
-        elif _can_meet(device) and (present := _round_of(group)) is not None:
+        elif can_meet(device) and (present := _round_of(group)) is not None:
             if torch._C._current_graph_task_id() != -1:
                 _replace_again(present, device)
                 continue
@@ -122,7 +122,8 @@ def _is_first_of_forward(group: str, device: torch.device) -> bool:
     return is_first
 
 
-def _can_meet(device: torch.device) -> bool:
+def can_meet(device: torch.device) -> bool:
+    """Returns whether the ranks of a group can communicate here about what a device computes."""
     if device.type not in ("cpu", "cuda") or torch._C._len_torch_dispatch_stack() > 0 or not dist.is_initialized():
         return False  # nothing is drawn, or by fakes
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -149,8 +150,8 @@ def _compare_while_compiling(name: str, kind: str, index: int | None) -> None:
         return
     present.compiled = True
     ranks, state = process_group(name), default_generator(device).get_state()
-    states = [torch.empty_like(state, device=where) for where in [_device_of(ranks, device)] * group.size]
-    with _not_counted():
+    states = [torch.empty_like(state, device=where) for where in [device_of(ranks, device)] * group.size]
+    with not_counted():
         dist.all_gather(states, state.to(states[0].device), group=ranks)
     differing = [rank for rank, other in enumerate(states) if not torch.equal(other, states[0])]
     if differing:
@@ -204,13 +205,13 @@ def _replace_again(present: _Meetings, device: torch.device) -> None:
 def _from_first(group: ParallelGroup, present: _Meetings, message: Tensor) -> Tensor:
     ranks = process_group(group.name)
     present.messages += 1
-    if _device_of(ranks).type == "cpu":
+    if device_of(ranks).type == "cpu":
         received = message.clone()
-        with _not_counted():
+        with not_counted():
             # Past torch's function, which a type checker of programs looks into
             ranks.broadcast([received], _FROM_FIRST).wait()
         return received
-    store, key = _store_of(ranks), f"tp_ext.generator.{group.torch_name}.{present.messages}"
+    store, key = store_of(ranks), f"tp_ext.generator.{group.torch_name}.{present.messages}"
     if group.rank > 0:
         return torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
     store.set(key, message.numpy().tobytes())
@@ -219,17 +220,19 @@ def _from_first(group: ParallelGroup, present: _Meetings, message: Tensor) -> Te
     return message
 
 
-def _device_of(ranks: ProcessGroup, device: torch.device = _CUDA) -> torch.device:
+def device_of(ranks: ProcessGroup, device: torch.device = _CUDA) -> torch.device:
     """Returns the device of tensors that the group communicates, the CPU if it can."""
     return torch.device("cpu") if torch.device("cpu") in ranks._device_types else device
 
 
-def _store_of(ranks: ProcessGroup) -> Any:
+def store_of(ranks: ProcessGroup) -> Any:
+    """Returns the store of a group, by which its ranks met."""
     return dist.distributed_c10d._world.pg_map[ranks][1]
 
 
 @contextmanager
-def _not_counted() -> Iterator[None]:
+def not_counted() -> Iterator[None]:
+    """Communicates what is no collective of the program, and is not counted as one."""
     torch._C._autograd._enable_record_function(False)
     _own.meeting = True
     try:

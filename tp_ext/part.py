@@ -6,11 +6,8 @@ from typing import NamedTuple
 
 from tp_ext._checks import check_int
 from tp_ext.invariance import block_of, block_start, blocks_of_rank, units_of_rank
-
-
-def split_sizes(n: int, p: int) -> list[int]:
-    """Returns the lengths of ``torch.tensor_split`` of n elements over p ranks: the first n mod p get one more."""
-    return [n // p + (rank < n % p) for rank in range(p)]
+from tp_ext.share_sizes import Weights, checked_weights
+from tp_ext.share_sizes import split_sizes as split_sizes
 
 
 @dataclass(frozen=True)
@@ -25,6 +22,7 @@ class Part:
             full tensor; the last ranks hold them.
         groups: the number of equal groups that the part consists of, each sharded over its own p / groups neighbouring
             ranks (the query heads of one key-value head); divides the number of ranks.
+        shares: the weights by which ranks share the units (:func:`tp_ext.shares`); None: equally.
     """
 
     size: int
@@ -36,6 +34,7 @@ class Part:
     # [Note: one tree of blocks]
     blocks: int = 0
     queries: int = 0
+    shares: Weights | None = None
 
     def __post_init__(self) -> None:
         check_int(least=0, size=self.size, padding=self.padding, blocks=self.blocks, queries=self.queries)
@@ -49,6 +48,10 @@ class Part:
             raise ValueError(f"blocks: {self} must not have copies, groups or padding together with blocks")
         if self.queries and (not self.blocks or self.queries % (self.size // self.unit)):
             raise ValueError(f"queries: {self} must have blocks, and equally many queries for each unit")
+        if self.shares is not None:
+            object.__setattr__(self, "shares", checked_weights(self.shares))
+            if self.copies > 1 or self.groups > 1 or self.padding:
+                raise ValueError(f"shares: {self} must not have copies, groups or padding together with shares")
 
     @property
     def has_copies(self) -> bool:
@@ -70,7 +73,7 @@ class Part:
         holders = p // (self.copies * self.groups)  # of the shards of one group
         group, holder = divmod(rank // self.copies, holders)
         units = (self.size + self.padding) // (self.unit * self.groups)
-        sizes = split_sizes(units, holders)
+        sizes = split_sizes(units, holders, self.shares)
         start = group * units + sum(sizes[:holder])
         return start * self.unit, (start + sizes[holder]) * self.unit
 

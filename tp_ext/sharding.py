@@ -18,6 +18,7 @@ from tp_ext.part import CopiedRows as CopiedRows
 from tp_ext.part import LocalPart as LocalPart
 from tp_ext.part import Part as Part
 from tp_ext.part import split_sizes as split_sizes
+from tp_ext.share_sizes import Weights
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,31 @@ class Sharding:
         """Length of ``dim`` in the full tensor."""
         return sum(part.size for part in self.parts)
 
+    @property
+    def shares(self) -> Weights | None:
+        """The weights by which ranks share the dim (:func:`tp_ext.shares`); None: equally."""
+        return self.parts[0].shares
+
+    def in_shares(self, shares: Weights | None) -> "Sharding":
+        """Returns the sharding over ranks of these shares; itself for None.
+
+        Raises:
+            ValueError: its parts have other ones already, or copies, groups or padding.
+        """
+        if shares is None:
+            return self
+        if self.shares not in (None, shares):
+            raise ValueError(f"shares: {self} must have the shares of the layer, {shares}")
+        return Sharding(self.dim, [replace(part, shares=shares) for part in self.parts])
+
     def local_parts(self, rank: int, p: int) -> Iterator[LocalPart]:
         """Yields the rank's share of each part, in the order of the local tensor. Every walk over a shard uses it.
 
         Of a part with ``queries`` the elements that another rank counts are a share of their own."""
-        for shares in self.shares(rank, p):
+        for shares in self.shares_of_parts(rank, p):
             yield from shares
 
-    def shares(self, rank: int, p: int) -> Iterator[list[LocalPart]]:
+    def shares_of_parts(self, rank: int, p: int) -> Iterator[list[LocalPart]]:
         """Yields the shares of each part: one, or two where this rank counts some elements and not others."""
         self._check_rank(rank, p)
         local_start = offset = 0
@@ -130,7 +148,7 @@ class Sharding:
                     f"locals: shape {shape} on rank {rank} must have {self.local_size(rank, p)} elements in dim "
                     f"{self.dim}, for {self} and p = {p}"
                 )
-        parts_of_ranks = [list(self.shares(rank, p)) for rank in range(p)]
+        parts_of_ranks = [list(self.shares_of_parts(rank, p)) for rank in range(p)]
         shares = [
             local.narrow(self.dim, share.local_start, share.length)
             for index in range(len(self.parts))
@@ -364,12 +382,15 @@ class Layout(tuple[tuple[Sharding, ParallelGroup], ...]):
         return [chunk.tensor for chunk in self.local_chunks(local)[1] if chunk.owned]
 
 
-def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int, blocks: int = 0) -> tuple[Part, Part]:
+def head_parts(
+    num_heads: int, num_kv_heads: int, head_dim: int, p: int, blocks: int = 0, shares: Weights | None = None
+) -> tuple[Part, Part]:
     """Returns the parts of q, and of k and v: how their features are sharded over p ranks.
 
     With at least as many KV heads as ranks, whole KV groups are sharded (unevenly if need be). With fewer, each KV head
     is held by p / num_kv_heads neighbouring ranks, over which the query heads of its group are sharded. With ``blocks``
-    query heads are cut into blocks, and a rank holds the KV heads that its query heads use.
+    query heads are cut into blocks, and a rank holds the KV heads that its query heads use. With ``shares`` whole KV
+    groups are sharded, also where they are fewer than the ranks.
 
     Raises:
         ValueError: heads that do not make whole groups; fewer query heads than ranks; fewer KV heads than ranks, and
@@ -378,16 +399,16 @@ def head_parts(num_heads: int, num_kv_heads: int, head_dim: int, p: int, blocks:
     numbers = f"num_heads = {num_heads}, num_kv_heads = {num_kv_heads}, p = {p}"
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads: must divide num_heads; {numbers}")
-    if num_heads < p:
+    if num_heads < p and shares is None:
         raise ValueError(f"num_heads: must be at least the number of ranks; {numbers}")
     if blocks:
         queries = num_heads if num_kv_heads < num_heads else 0
         q = Part(num_heads * head_dim, unit=head_dim, blocks=blocks)
         return q, Part(num_kv_heads * head_dim, unit=head_dim, blocks=blocks, queries=queries)
     group = num_heads // num_kv_heads
-    if num_kv_heads >= p:
-        q = Part(num_heads * head_dim, unit=group * head_dim)
-        return q, Part(num_kv_heads * head_dim, unit=head_dim)
+    if num_kv_heads >= p or shares is not None:
+        q = Part(num_heads * head_dim, unit=group * head_dim, shares=shares)
+        return q, Part(num_kv_heads * head_dim, unit=head_dim, shares=shares)
     if p % num_kv_heads:
         raise ValueError(f"num_kv_heads: when fewer than the ranks, must divide their number; {numbers}")
     q = Part(num_heads * head_dim, unit=head_dim, groups=num_kv_heads)

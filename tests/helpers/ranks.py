@@ -254,7 +254,7 @@ def _raised(group: Any, fn: Callable, args: tuple, kwargs: dict, in_turns: bool)
     for turn in range(group.size() if in_turns else 1):
         if turn == group.rank() or not in_turns:
             # A layer that fn makes before its subject would wait for the generator of rank 0
-            alone = mock.patch.object(common_generator, "_can_meet", lambda device: False)
+            alone = mock.patch.object(common_generator, "can_meet", lambda device: False)
             try:
                 with alone if in_turns else contextlib.nullcontext():
                     fn(group, *args, **kwargs)

@@ -15,7 +15,7 @@ SHARED = [
     ),
     _bug(
         "split_sizes_remainder",
-        "part.py",
+        "share_sizes.py",
         "rank < n % p",
         "rank >= p - n % p",
         "The last ranks, not the first, get the remainder.",

@@ -181,6 +181,7 @@ REST = [
     ("manual_seed(1) or reset_parameters(nn.Linear(2, 2, device='meta'))", ValueError, "module: 'weight' is on meta"),
     ("manual_seed(1) or reset_parameters(nn.ParameterList([ones(2)]))", ValueError, "module: '0' belongs to a Param"),
     ("tp_invariant(0).__enter__()", ValueError, "blocks: 0 must be an integer of at least 1"),
+    ("shares([2, -1])", ValueError, "weights: -1 must be a finite number of at least 0"),
     ("keep_memory(1)", TypeError, "enabled: 1 must be True or False"),
     ("init_mesh('cpu', tp=4)", ValueError, "pp, dp, cp, tp: .*tp = 4 must multiply to the 2 ranks"),
     ("full_state_dict(nn.Linear(2, 2), mesh=g)", TypeError, "mesh: ProcessGroup.* must be a DeviceMesh"),

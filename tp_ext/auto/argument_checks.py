@@ -16,6 +16,7 @@ from tp_ext.invariance import check_ranks, check_reproducible, refuse_call
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.low_bits import QuantizedLinear
+from tp_ext.share_sizes import current_shares
 
 
 def check_planned_model(model: Any) -> None:
@@ -23,11 +24,21 @@ def check_planned_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: {kind} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
+    refuse_context()
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear | QuantizedLinear):
             raise ValueError(
                 f"model: {name!r} was converted to float8 or quantised and must not be sharded then: shard first"
             )
+
+
+def refuse_context() -> None:
+    """Raises a ValueError in :func:`tp_ext.shares`, of which plans know nothing."""
+    if current_shares() is not None:
+        raise ValueError(
+            "shares: models of tp_ext.auto are sharded equally; leave tp_ext.shares, or build the model of layers of "
+            "tp_ext"
+        )
 
 
 def check_is_no_layer(model: nn.Module) -> None:
@@ -93,6 +104,7 @@ def _is_known(operator: str) -> bool:
 def check_blocks_of(plan: Any, blocks: Any) -> None:
     """Raises ValueError unless a plan has the blocks that ``apply`` is given, if any, or in ``tp_invariant`` some, and
     RuntimeError if it has and products are not reproducible."""
+    refuse_context()
     of_plan = getattr(plan, "invariant_blocks", None)
     if blocks is not None and blocks != of_plan:
         raise ValueError(

@@ -111,7 +111,7 @@ def replicated_parts(entry: ComparedTensor, group: Group) -> Iterator[tuple[Part
             yield (name, -1, 0), local_tensor(tensor)
         elif any(part.has_copies for part in entry.sharding.parts):
             tensors = parts_of_shard(tensor, entry.sharding, rank, p)
-            for index, shares in enumerate(entry.sharding.shares(rank, p)):
+            for index, shares in enumerate(entry.sharding.shares_of_parts(rank, p)):
                 for share, values in zip(shares, tensors, strict=False):
                     # Cut in the place of queries, ranks hold different ranges of units: compared unit by unit
                     length = share.part.unit if share.part.queries else max(share.length, 1)

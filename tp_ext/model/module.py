@@ -15,9 +15,11 @@ from tp_ext.group import Group, ParallelGroup, check_place, layer_group, paralle
 from tp_ext.invariance import block_sizes, check_ranks, current_blocks, refuse_in_blocks
 from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
+from tp_ext.model.layer_shares import check_activations, take_shares
 from tp_ext.model.layouts import ShardingView, carry_attributes, hooks_of, mirror_layouts
 from tp_ext.random import Init, initialise_
 from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
+from tp_ext.share_sizes import Weights
 
 
 class ParallelModule(nn.Module):
@@ -68,6 +70,8 @@ class ParallelModule(nn.Module):
         tp_name: the name in the unsharded model, by :func:`tp_ext.name_modules`; None before.
         invariant_blocks: the number of blocks of :func:`tp_ext.tp_invariant` in which the module was built; None: built
             outside of it.
+        shares: the weights of :func:`tp_ext.shares` in which the module was built; None: built outside of it, or over a
+            group of one rank.
         output_is_partial: the output is a partial sum, which another module sums; ``tp_ext.verify`` then compares sums.
         tied: names of parameters that were replaced by another layer's, as in ``head.weight = embedding.weight``;
             ``tp_ext.debug.check`` reports those that are no longer tied.
@@ -75,6 +79,8 @@ class ParallelModule(nn.Module):
 
     output_is_partial: bool = False
     has_blocks: bool = False  # whether the class has a form with the same bits for every p
+    shares: Weights | None = None
+    token_shares: Weights | None = None  # by which tokens are cut under sequence parallelism
     tp_name: str | None = None
     expert_group: ParallelGroup | None = None
     _name_number: int | None = None
@@ -97,6 +103,7 @@ class ParallelModule(nn.Module):
         self.weight_group = parallel_group(weight_group)
         if self.weight_group.size > 1 and self.weight_group.name == self.tp_group.name:
             raise ValueError(f"weight_group: {weight_group!r} must be another group than group")
+        take_shares(self, activations)
         self.invariant_blocks = current_blocks()
         if self.invariant_blocks is not None:
             self._check_blocks(self.invariant_blocks, activations)
@@ -145,7 +152,7 @@ class ParallelModule(nn.Module):
         """
         shape = torch.Size(full_shape)
         if sharding is not None and not isinstance(sharding, Layout):
-            sharding = Layout((sharding, self.tp_group))
+            sharding = Layout((sharding.in_shares(self.shares), self.tp_group))
         layout = sharding or Layout()
         copied = self._copied_rows_of(name, layout)
         if self.weight_group.size > 1:
@@ -370,13 +377,20 @@ class ParallelModule(nn.Module):
             return None
         p, blocks = self.tp_group.size, self.invariant_blocks
         if total_tokens is None:
-            if blocks is None:
+            if self.token_shares is not None and whole is None:
+                raise ValueError(
+                    f"total_tokens: None must be the number of tokens of all ranks, which have shares {self.shares}"
+                )
+            if blocks is None and self.token_shares is None:
                 return None
             # The lengths of blocks are equal only if the number of tokens is a multiple of p
             length = next((len(x) for x in (whole, local) if x is not None and x.dim()), 0)
             total_tokens = length if whole is not None else length * p
         check_int(least=0, total_tokens=total_tokens)
-        sizes = split_sizes(total_tokens, p) if blocks is None else block_sizes(total_tokens, blocks, p)
+        if blocks is None:
+            sizes = split_sizes(total_tokens, p, self.token_shares)
+        else:
+            sizes = block_sizes(total_tokens, blocks, p)
         if local is not None and local.dim() and local.shape[0] != sizes[self.tp_group.rank]:
             raise ValueError(
                 f"total_tokens: {total_tokens} gives the ranks {sizes}, this one {sizes[self.tp_group.rank]}, and dim "
@@ -391,6 +405,7 @@ class ParallelModule(nn.Module):
         sp = ", sequence_parallel=True" if self.sequence_parallel else ""
         hidden = ", activations='hidden'" if self.activations == "hidden" else ""
         again = f", weight_ranks={self.weight_group.size}" if self.weight_group.size > 1 else ""
+        again += "" if self.shares is None else f", shares={self.shares}"
         return f"p={self.tp_group.size}, rank={self.tp_group.rank}{sp}{hidden}{again}"
 
 
@@ -408,16 +423,6 @@ class LayerOverData(ParallelModule):
     needs_data_ranks: bool
     gradient_reduction: str
     attach_loss: float | None
-
-
-def check_activations(activations: str, sequence_parallel: bool) -> None:
-    """Raises a ValueError unless ``activations`` is one of the two, and "hidden" comes without sequence parallelism."""
-    if activations not in ("replicated", "hidden"):
-        raise ValueError(f"activations: {activations!r} must be 'replicated' or 'hidden'")
-    if activations == "hidden" and sequence_parallel:
-        raise ValueError(
-            "activations: 'hidden' must not be combined with sequence_parallel=True, which shards them on dim 0"
-        )
 
 
 def sharded_again(layout: Layout, shape: torch.Size, group: ParallelGroup) -> Layout:

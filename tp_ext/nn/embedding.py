@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.invariance import block_sizes, current_blocks, refuse_in_blocks, using_blocks
+from tp_ext.invariance import current_blocks, refuse_in_blocks, using_blocks
 from tp_ext.model.layouts import refuse_computed
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.forms import Dense, FormedLinear, TwoAxes, form_of_options, main_grad_of
@@ -17,14 +17,15 @@ from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.parallel_linear import check_one_axis_options
 from tp_ext.nn.sampling import vocab_parallel_argmax, vocab_parallel_sample
 from tp_ext.random import Init, Normal, torch_linear_init
-from tp_ext.sharding import Part, Sharding
+from tp_ext.sharding import Part, Sharding, split_sizes
+from tp_ext.share_sizes import Weights, refuse_in_shares
 
 
-def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> Sharding:
-    """Returns the sharding of ``[vocab_size, ..]``: like ``tensor_split``, in equal lengths that are multiples of
-    ``pad_to_multiple_of``, with padding as the last rows, or in the blocks of the context."""
+def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None, shares: Weights | None = None) -> Sharding:
+    """Returns the sharding of ``[vocab_size, ..]``: like ``tensor_split``, by shares, in equal lengths that are
+    multiples of ``pad_to_multiple_of``, with padding as the last rows, or in the blocks of the context."""
     check_int(least=1, vocab_size=vocab_size)
-    if vocab_size < p:
+    if vocab_size < p and shares is None:
         raise ValueError(f"vocab_size: {vocab_size} must be at least the number of ranks, p = {p}")
     blocks = current_blocks()
     if blocks is not None:
@@ -34,7 +35,9 @@ def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None) -> S
             raise ValueError(f"vocab_size: {vocab_size} must be at least the blocks of tp_invariant, {blocks}")
         return Sharding(0, (Part(vocab_size, blocks=blocks),))
     if pad_to_multiple_of is None:
-        return Sharding(0, (Part(vocab_size),))
+        return Sharding(0, (Part(vocab_size, shares=shares),))
+    if shares is not None:
+        refuse_in_shares(pad_to_multiple_of=pad_to_multiple_of)
     check_int(least=1, pad_to_multiple_of=pad_to_multiple_of)
     width = -(-vocab_size // (p * pad_to_multiple_of)) * pad_to_multiple_of
     return Sharding(0, (Part(vocab_size, padding=p * width - vocab_size),))
@@ -63,7 +66,10 @@ class _VocabParallel(FormedLinear):
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         _, p, rank = self.tp_group
         self.vocab_size = vocab_size
-        self.sharding = vocab_sharding(vocab_size, p, pad_to_multiple_of)
+        self.sharding = vocab_sharding(vocab_size, p, pad_to_multiple_of, self.shares)
+        sizes = self.sharding.local_sizes(p)
+        known = self.shares is None or (sizes == split_sizes(vocab_size, p) and vocab_size >= p)  # by the operators
+        self.vocab_sizes = None if known else sizes
         (rows,) = self.sharding.slices(rank, p)
         self.vocab_start, self.vocab_local = rows.start, rows.stop - rows.start
         self.add_parameter(
@@ -201,10 +207,11 @@ class VocabParallelEmbedding(_VocabParallel):
         return y if self.padding_idx is None else self._without_gradient_of_padding(y, ids)
 
     def _sizes_of(self, ids: Tensor) -> list[int] | None:
-        """Returns each rank's number of tokens in blocks, under sequence parallelism; None: those of tensor_split."""
-        if self.invariant_blocks is None or not self.sequence_parallel:
+        """Returns each rank's number of tokens in blocks or by shares, under sequence parallelism; None: those of
+        tensor_split."""
+        if not self.sequence_parallel or (self.invariant_blocks is None and self.token_shares is None):
             return None
-        return block_sizes(ids.numel(), self.invariant_blocks, self.tp_group.size)
+        return self.token_sizes(ids.numel())
 
     def _without_gradient_of_padding(self, y: Tensor, ids: Tensor) -> Tensor:
         assert self.padding_idx is not None
@@ -351,6 +358,8 @@ class VocabParallelLMHead(_VocabParallel):
         """
         if loss is None or not isinstance(self.form, Dense):
             return self.form.column(self, x, weight, total_tokens)[0]
+        if self.token_shares is not None:
+            loss = {**loss, "token_sizes": self.token_sizes(total_tokens, x)}
         weight = self.parameter("weight", weight)
         self.check_shape(weight)
         return linear_cross_entropy(
@@ -359,6 +368,7 @@ class VocabParallelLMHead(_VocabParallel):
             group=self.tp_group.name,
             bias=self.parameter("bias"),
             vocab_size=self.vocab_size,
+            sizes=self.vocab_sizes,
             sequence_parallel=self.sequence_parallel,
             total_tokens=total_tokens,
             main_grad=main_grad_of(weight) if self.grad_accumulation_fusion else None,
@@ -399,7 +409,7 @@ class VocabParallelLMHead(_VocabParallel):
                 options.pop("chunk_tokens", None)
             with using_blocks(self.invariant_blocks):
                 return vocab_parallel_cross_entropy(
-                    logits, target, self.tp_group.name, vocab_size=self.vocab_size, **options
+                    logits, target, self.tp_group.name, vocab_size=self.vocab_size, sizes=self.vocab_sizes, **options
                 )
         return self(x, total_tokens, weight=weight, loss={"target": target, **options})
 
@@ -417,6 +427,7 @@ class VocabParallelLMHead(_VocabParallel):
         """
         logits = self(x, total_tokens, weight=weight)
         with using_blocks(self.invariant_blocks):
+            options["sizes"] = self.vocab_sizes
             return vocab_parallel_sample(logits, self.tp_group.name, vocab_size=self.vocab_size, **options)
 
     @torch.no_grad()
@@ -427,7 +438,7 @@ class VocabParallelLMHead(_VocabParallel):
         """
         logits = self(x, total_tokens, weight=weight)
         with using_blocks(self.invariant_blocks):
-            return vocab_parallel_argmax(logits, self.tp_group.name, vocab_size=self.vocab_size)
+            return vocab_parallel_argmax(logits, self.tp_group.name, vocab_size=self.vocab_size, sizes=self.vocab_sizes)
 
     def extra_repr(self) -> str:
         return (

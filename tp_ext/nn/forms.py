@@ -216,6 +216,22 @@ class Dense(Form):
 
 
 @dataclass(frozen=True)
+class DenseOfShares(Dense):
+    """Those products where tokens are cut by :func:`tp_ext.shares`: without ``total_tokens`` the operators would take
+    the ranks' tokens for equally many."""
+
+    def column(self, layer: FormedLinear, x: Tensor, weight: Tensor | None, total_tokens: int | None) -> WithBias:
+        if total_tokens is None:
+            layer.token_sizes(None, x)  # raises under sequence parallelism
+        return super().column(layer, x, weight, total_tokens)
+
+    def row(self, layer: FormedLinear, x: Tensor, weight: Tensor | None, total_tokens: int | None) -> Tensor:
+        if total_tokens is None and x.dim():
+            total_tokens = x.shape[0]
+        return super().row(layer, x, weight, total_tokens)
+
+
+@dataclass(frozen=True)
 class TwoAxes(Form):
     """The products of a weight that is sharded over ``weight_group`` once more, and gathered for use, or of x sharded
     on its features (``activations="hidden"``)."""
@@ -298,7 +314,9 @@ def form_of_options(layer: ParallelModule) -> Form:
     """Returns the form that the group options of a layer and the context in which it is built choose."""
     if layer.weight_group.size > 1 or layer.activations == "hidden":
         return TwoAxes()
-    return Dense() if layer.invariant_blocks is None else Blocks()
+    if layer.invariant_blocks is not None:
+        return Blocks()
+    return Dense() if layer.token_shares is None else DenseOfShares()
 
 
 def operands(

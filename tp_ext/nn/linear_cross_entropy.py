@@ -1,5 +1,7 @@
 """Cross entropy of a linear's logits over a sharded vocabulary, without the logits."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tp_ext import _ops
@@ -8,7 +10,13 @@ from tp_ext.group import Group, parallel_group
 from tp_ext.invariance import refuse_call
 from tp_ext.mesh import data_axes
 from tp_ext.model.same_input import DebugMode, check_same_input
-from tp_ext.nn.loss import check_loss_numbers, check_reductions, global_mean, vocab_columns
+from tp_ext.nn.loss import (
+    check_loss_numbers,
+    check_reductions,
+    global_mean,
+    vocab_columns,
+    vocab_parallel_cross_entropy,
+)
 from tp_ext.sharding import split_sizes
 
 
@@ -20,6 +28,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     vocab_size: int | None = None,
+    sizes: Sequence[int] | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -28,6 +37,7 @@ def linear_cross_entropy(
     gradient_reduction: str = "mean",
     sequence_parallel: bool = False,
     total_tokens: int | None = None,
+    token_sizes: Sequence[int] | None = None,
     return_entropy: bool = False,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
@@ -45,10 +55,11 @@ def linear_cross_entropy(
         weight, bias: this rank's rows of the vocabulary, ``[vocab_local, in]`` and ``[vocab_local]``: either
             ``torch.tensor_split`` of ``vocab_size``, or equally many, those from ``vocab_size`` on being padding.
         target: ``[..]``, int64, ids in the full vocabulary, of all tokens, the same on all ranks.
-        group, vocab_size, ignore_index, label_smoothing, z_loss, reduction, mean_over, gradient_reduction: as
+        group, vocab_size, sizes, ignore_index, label_smoothing, z_loss, reduction, mean_over, gradient_reduction: as
             :func:`vocab_parallel_cross_entropy`.
         sequence_parallel: whether ``hidden`` is sharded along dim 0.
         total_tokens: under SP, the length of dim 0 over all ranks, if p does not divide it.
+        token_sizes: under SP, the number of tokens of each rank, if they are not those of ``torch.tensor_split``.
         return_entropy: also returns -sum p log p of each token over the full vocabulary, ``[..]``, in nats, with its
             gradient; 0 at ignored rows.
         chunk_tokens: the most tokens whose logits exist at a time; default: a 22nd of them (with entropies an 88th; in
@@ -90,8 +101,31 @@ def linear_cross_entropy(
     refuse_call("linear_cross_entropy", "use VocabParallelLMHead.loss, or vocab_parallel_cross_entropy of the logits")
     if DebugMode.on:
         check_same_input("target", target, resolved)
-    start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows")
-    has_sizes = sequence_parallel and total_tokens is not None and resolved.size > 1
+    start, local, full = vocab_columns(weight.shape[0], vocab_size, resolved, "weight", "rows", sizes)
+    if sizes is not None and resolved.size > 1:
+        # Of other sizes than the operator knows: by the logits of all tokens
+        if return_entropy or chunk_tokens is not None:
+            name = "return_entropy" if return_entropy else "chunk_tokens"
+            raise ValueError(f"{name}: must not be given with sizes, with which the logits of all tokens are kept")
+        if sequence_parallel and token_sizes is None and total_tokens is not None:
+            token_sizes = split_sizes(total_tokens, resolved.size)
+        where = resolved.name, sequence_parallel, token_sizes, main_grad
+        loss: Tensor = vocab_parallel_cross_entropy(
+            _ops.column_parallel_linear(hidden, weight, bias, *where),
+            target,
+            group,
+            vocab_size=vocab_size,
+            sizes=sizes,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            mean_over=mean_over,
+            gradient_reduction=gradient_reduction,
+        )
+        return loss
+    if sequence_parallel and token_sizes is None and total_tokens is not None and resolved.size > 1:
+        token_sizes = split_sizes(total_tokens, resolved.size)
     loss, entropy = _ops.linear_cross_entropy(
         hidden,
         weight,
@@ -107,11 +141,11 @@ def linear_cross_entropy(
         # The mean over the axes divides by the rows of all of them
         "sum" if axes.axes else reduction,
         sequence_parallel,
-        split_sizes(total_tokens, resolved.size) if has_sizes and total_tokens is not None else None,
+        token_sizes if resolved.size > 1 else None,
         main_grad,
         return_entropy,
         chunk_tokens,
-        vocab_size is not None,
+        vocab_size is not None or sizes is not None,
     )
     if axes.axes:
         loss = global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from tp_ext._checks import check_int, check_number, check_probability
 from tp_ext._object_collectives import check_same_names
 from tp_ext.group import process_group
+from tp_ext.model.layer_shares import shares_of
 from tp_ext.model.layouts import refuse_computed, refuse_wrapped
 from tp_ext.model.module import ParallelModule
 from tp_ext.model.names import name_modules
@@ -81,7 +82,8 @@ class LoRALinear(ParallelModule):
         _check_base("base", base)
         _check_options(r, alpha, dropout)
         group = base.tp_group.name or None
-        super().__init__(group, sequence_parallel=base.sequence_parallel)
+        with shares_of(base):
+            super().__init__(group, sequence_parallel=base.sequence_parallel)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.r, self.scaling, self.dropout, self.merged, self.disabled = r, alpha / r, dropout, False, False
         self.base_layer = base.requires_grad_(False)
@@ -93,6 +95,10 @@ class LoRALinear(ParallelModule):
             "sequence_parallel": base.sequence_parallel,
             **base.weight_options,
         }
+        with shares_of(base):
+            self._add_factors(base, r, options)
+
+    def _add_factors(self, base: Any, r: int, options: dict[str, Any]) -> None:
         sharding = base.weight_layout[0][0]
         first, last = torch_linear_init(base.in_features), Constant(0.0)
         if not isinstance(base, RowParallelLinear):

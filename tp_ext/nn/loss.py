@@ -1,5 +1,6 @@
 """Cross-entropy over logits whose vocabulary is sharded over the ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from tp_ext._checks import check_choice, check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.invariance import check_ranks, current_blocks, refuse_in_blocks, units_of_rank
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
+from tp_ext.model.layer_shares import layer_shares
 from tp_ext.model.same_input import DebugMode, check_same_input
+from tp_ext.nn.loss_of_sizes import check_sizes, cross_entropy_of_sizes
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -22,6 +25,7 @@ def vocab_parallel_cross_entropy(
     group: Group,
     *,
     vocab_size: int | None = None,
+    sizes: Sequence[int] | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -39,10 +43,11 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits_local: ``[.., vocab_local]``, this rank's columns: either ``torch.tensor_split`` of ``vocab_size``, or of
-            equal width w with p w >= ``vocab_size``, the columns from ``vocab_size`` on being padding.
+            equal width w with p w >= ``vocab_size``, the columns from ``vocab_size`` on being padding; or ``sizes``.
         target: ``[..]``, int64, ids in the full vocabulary, the same on all ranks.
         group: the ranks that hold the other columns.
         vocab_size: V; default p w. It is required if the ranks' widths differ, that is if p does not divide V.
+        sizes: the number of columns of each rank, their sum V, where they are others (:func:`tp_ext.shares`).
         ignore_index: rows with this target have no loss and no gradient.
         label_smoothing: e, over the *full* vocabulary.
         z_loss: weight of that term (Chowdhery et al., "PaLM", arXiv:2204.02311); 0 at ignored rows too.
@@ -80,22 +85,29 @@ def vocab_parallel_cross_entropy(
     refuse_in_blocks(current_blocks(), mean_over=axes.axes or None)
     if DebugMode.on:
         check_same_input("target", target, resolved)
-    start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved)
-    loss: Tensor = _ops.vocab_parallel_cross_entropy(
-        logits_local,
-        target,
-        resolved.name,
-        start,
-        local,
-        full,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        "sum" if axes.axes else reduction,
-        inplace_backward,
-        vocab_size is not None,
-        current_blocks() or 0,
-    )
+    start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved, sizes=sizes)
+    if sizes is not None and resolved.size > 1:
+        if inplace_backward:
+            raise ValueError("inplace_backward: True must not be given with sizes")
+        options = start, local, full, ignore_index, label_smoothing, z_loss
+        of_call = "sum" if axes.axes else reduction
+        loss = cross_entropy_of_sizes(logits_local, target, resolved.name, sizes, resolved.rank, of_call, options)
+    else:
+        loss = _ops.vocab_parallel_cross_entropy(
+            logits_local,
+            target,
+            resolved.name,
+            start,
+            local,
+            full,
+            ignore_index,
+            label_smoothing,
+            z_loss,
+            "sum" if axes.axes else reduction,
+            inplace_backward,
+            vocab_size is not None or sizes is not None,
+            current_blocks() or 0,
+        )
     if not axes.axes:
         return loss
     return global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
@@ -131,7 +143,12 @@ def global_mean(loss: Tensor, rows: Tensor, data: DataAxes, gradient_reduction: 
 
 
 def vocab_columns(
-    width: int, vocab_size: int | None, group: ParallelGroup, name: str = "logits_local", dim: str = "columns"
+    width: int,
+    vocab_size: int | None,
+    group: ParallelGroup,
+    name: str = "logits_local",
+    dim: str = "columns",
+    sizes: Sequence[int] | None = None,
 ) -> tuple[int, int, int]:
     """Returns the first column, the number of columns without padding and the full vocabulary size, as known locally.
 
@@ -142,6 +159,12 @@ def vocab_columns(
     """
     _, p, rank = group
     blocks = current_blocks()
+    if sizes is not None:
+        refuse_in_blocks(blocks, sizes=list(sizes))
+        check_sizes(sizes, p, vocab_size)
+        if p == 1 and width != sizes[0]:
+            raise ValueError(f"{name}: {width} {dim} must be those of sizes, {list(sizes)}")
+        return sum(sizes[:rank]), min(width, sizes[rank]), sum(sizes)
     if blocks is not None:
         check_ranks(blocks, p)
         size = width if vocab_size is None and p == 1 else vocab_size
@@ -176,7 +199,10 @@ def vocab_columns(
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """The module of :func:`vocab_parallel_cross_entropy`: logits ``[.., vocab_local]``, target ``[..]`` -> loss."""
+    """The module of :func:`vocab_parallel_cross_entropy`: logits ``[.., vocab_local]``, target ``[..]`` -> loss.
+
+    Built in :func:`tp_ext.shares` it takes logits whose columns are shared so, and needs ``vocab_size``.
+    """
 
     def __init__(
         self,
@@ -193,6 +219,15 @@ class VocabParallelCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         self.tp_group = layer_group(group, type(self).__name__)
+        context = layer_shares(self.tp_group)
+        self.shares = None if context is None else context.weights
+        if self.shares is not None and vocab_size is None:
+            raise ValueError("vocab_size: None must be the size of the vocabulary in tp_ext.shares")
+        if vocab_size is not None:
+            check_int(least=1, vocab_size=vocab_size)
+        self.sizes = None
+        if self.shares is not None and vocab_size is not None:
+            self.sizes = split_sizes(vocab_size, self.tp_group.size, self.shares)
         self.vocab_size = vocab_size
         check_loss_numbers(ignore_index, label_smoothing, z_loss)
         self.ignore_index = ignore_index
@@ -213,6 +248,7 @@ class VocabParallelCrossEntropy(nn.Module):
             target,
             self.tp_group.name or None,
             vocab_size=self.vocab_size,
+            sizes=self.sizes,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,

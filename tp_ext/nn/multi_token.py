@@ -17,6 +17,7 @@ from tp_ext.nn.linear import RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
 from tp_ext.random import Init
 from tp_ext.regions import all_to_all_region
+from tp_ext.share_sizes import split_sizes
 
 BlockArgument = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module]
 """Type of ``block``: a module, one for each depth, or a function that makes one."""
@@ -138,6 +139,8 @@ class MultiTokenPrediction(ParallelModule):
         check_number(loss_weight=loss_weight)
         super().__init__(group, sequence_parallel=sequence_parallel)
         self.hidden_size, self.depth, self.loss_weight = hidden_size, depth, loss_weight
+        p = self.tp_group.size
+        self._features = None if self.shares is None else split_sizes(2 * hidden_size, p, self.shares)
         self._check_layer("embedding", embedding, VocabParallelEmbedding, "embedding_dim")
         self._check_layer("head", head, VocabParallelLMHead, "hidden_size")
         self.embedding, self.head = _with_same_parameters(embedding), _with_same_parameters(head)
@@ -171,6 +174,8 @@ class MultiTokenPrediction(ParallelModule):
                 f"{name}: its sequence_parallel = {layer.sequence_parallel} must be that of this module, "
                 f"{self.sequence_parallel}"
             )
+        if (layer.shares, layer.token_shares) != (self.shares, self.token_shares):
+            raise ValueError(f"{name}: its shares, {layer.shares}, must be those of this module, {self.shares}")
         if layer.activations == "hidden" or layer.weight_group.size > 1:
             raise ValueError(f"{name}: must not be on two axes, by weight_group or activations='hidden'")
 
@@ -198,7 +203,7 @@ class MultiTokenPrediction(ParallelModule):
             pair = torch.cat([normalised, module["embedding_norm"](looked_up)], -1)
             if sizes is not None:
                 # From tokens to features, in which the projection's weight is cut
-                pair = all_to_all_region(pair, self.tp_group.name, -1, 0, concat_sizes=sizes)
+                pair = all_to_all_region(pair, self.tp_group.name, -1, 0, self._features, sizes)
             hidden = module["block"](module["projection"](pair, total), **keywords)
             results.append(module["norm"](hidden))
         return tuple(results)

@@ -5,6 +5,7 @@ the last bit of fp64: the noise of each candidate is a function of the seed and 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,16 @@ from tp_ext.common_generator import follow_first
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import block_sizes, current_blocks
 from tp_ext.nn.loss import vocab_columns
+from tp_ext.nn.loss_of_sizes import check_same_sizes, number_of_sizes
 from tp_ext.random import draw_seed
 from tp_ext.regions import all_gather_region, gather_from_region
 from tp_ext.sharding import split_sizes
 
 
 @torch.no_grad()
-def vocab_parallel_argmax(logits_local: Tensor, group: Group, *, vocab_size: int | None = None) -> Tensor:
+def vocab_parallel_argmax(
+    logits_local: Tensor, group: Group, *, vocab_size: int | None = None, sizes: Sequence[int] | None = None
+) -> Tensor:
     """Returns ``argmax(-1)`` of the full logits: ids ``[..]``, int64, the same on all ranks.
 
     As torch's: of equal logits the lowest id, and NaN is the largest. Padding columns are never chosen.
@@ -33,6 +37,7 @@ def vocab_parallel_argmax(logits_local: Tensor, group: Group, *, vocab_size: int
         group: the ranks that hold the other columns.
         vocab_size: size of the full vocabulary; default p times the local width. It is required if p does not divide
             it.
+        sizes: the number of columns of each rank, where they are others.
 
     Communicates: one all-gather of two numbers (maximum and id) per row, and of two more by which the ranks compare
     their widths and vocabularies.
@@ -42,7 +47,7 @@ def vocab_parallel_argmax(logits_local: Tensor, group: Group, *, vocab_size: int
             do not form one vocabulary (CPU; a device assert on CUDA).
     """
     resolved = parallel_group(group)
-    real, shard, resolved = _real_columns(logits_local, vocab_size, resolved)
+    real, shard, resolved = _real_columns(logits_local, vocab_size, resolved, sizes)
     return _argmax(real, shard, resolved)
 
 
@@ -52,6 +57,7 @@ def vocab_parallel_sample(
     group: Group,
     *,
     vocab_size: int | None = None,
+    sizes: Sequence[int] | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -63,7 +69,7 @@ def vocab_parallel_sample(
     likely than 1e-10 times the rest may never be drawn, since u has 32 random bits.
 
     Args:
-        logits_local, group, vocab_size: as :func:`vocab_parallel_argmax`.
+        logits_local, group, vocab_size, sizes: as :func:`vocab_parallel_argmax`.
         temperature: 0 is the argmax, and draws nothing.
         top_k: only ids whose logit is at least the k-th largest; ties with the k-th are included.
         top_p: only the fewest most likely ids (after ``temperature`` and ``top_k``) whose probabilities add up to it,
@@ -78,7 +84,7 @@ def vocab_parallel_sample(
             ``top_p`` outside (0, 1].
     """
     resolved = parallel_group(group)
-    real, shard, resolved = _real_columns(logits_local, vocab_size, resolved)
+    real, shard, resolved = _real_columns(logits_local, vocab_size, resolved, sizes)
     check_number(least=0, temperature=temperature)
     check_int(least=1, or_none=True, top_k=top_k)
     if top_p is not None and (not isinstance(top_p, int | float) or isinstance(top_p, bool) or not 0 < top_p <= 1):
@@ -88,9 +94,9 @@ def vocab_parallel_sample(
     # Before the columns are joined: with other widths on a rank they would not belong together
     if resolved.size > 1 and top_k is None and top_p is not None and top_p < 1:  # gathers the columns themselves
         numbers = real.new_empty((1, 2), dtype=torch.float64)
-        numbers[:, 0].fill_(shard.width)
+        numbers[:, 0].fill_(shard.number)
         numbers[:, 1].fill_(shard.full)
-        _checked_vocabulary(numbers, all_gather_region(numbers, resolved.name), shard.full)
+        _checked_vocabulary(numbers, all_gather_region(numbers, resolved.name), shard)
     if resolved.size == 1:  # else the ranks choose one id together, whatever they draw
         follow_first((parallel_group(group),), real.device)
     least = _least_logit(real, shard, resolved, temperature, top_k, top_p)
@@ -106,16 +112,23 @@ def vocab_parallel_sample(
 
 
 class _Shard(NamedTuple):
-    """The columns of this rank, as known locally: their number with padding, the id of the first, and the size of the
-    full vocabulary."""
+    """The columns of this rank, as known locally: their number with padding, the id of the first, the size of the
+    full vocabulary, and the numbers of all ranks if they were given."""
 
     width: int
     start: int
     full: int
+    sizes: Sequence[int] | None = None
+    rank: int = 0
+
+    @property
+    def number(self) -> int:
+        """The width as the others get it, or what stands for the sizes that this rank was given."""
+        return self.width if self.sizes is None else number_of_sizes(self.sizes, self.rank, self.width)
 
 
 def _real_columns(
-    logits_local: Tensor, vocab_size: int | None, group: ParallelGroup
+    logits_local: Tensor, vocab_size: int | None, group: ParallelGroup, sizes: Sequence[int] | None
 ) -> tuple[Tensor, _Shard, ParallelGroup]:
     """Returns this rank's logits without padding, its columns, and the group that holds the others. In
     :func:`tp_ext.tp_invariant` the ranks gather the logits, and each holds all."""
@@ -124,12 +137,12 @@ def _real_columns(
     if logits_local.dim() < 1:
         raise ValueError("logits_local: a 0-d tensor must have a last dim, the vocabulary")
     width = logits_local.shape[-1]
-    start, local, full = vocab_columns(width, vocab_size, group)
+    start, local, full = vocab_columns(width, vocab_size, group, sizes=sizes)
     blocks = current_blocks()
     if blocks is not None and group.size > 1:
         logits = gather_from_region(logits_local, group.name, -1, block_sizes(full, blocks, group.size))
         return logits, _Shard(full, 0, full), parallel_group(None)
-    return logits_local[..., :local], _Shard(width, start, full), group
+    return logits_local[..., :local], _Shard(width, start, full, sizes, group.rank), group
 
 
 def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
@@ -139,7 +152,7 @@ def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
     shape = scores.shape[:-1]
     rows = math.prod(shape)
     best = scores.new_empty((2, rows + 1), dtype=torch.float64)  # last column: local view of width and vocabulary size
-    best[0, rows:].fill_(shard.width)
+    best[0, rows:].fill_(shard.number)
     best[1, rows:].fill_(shard.full)
     if scores.shape[-1]:
         index = scores.argmax(-1, keepdim=True)
@@ -153,19 +166,22 @@ def _argmax(scores: Tensor, shard: _Shard, group: ParallelGroup) -> Tensor:
     everyone = all_gather_region(best[None], group.name)
     values, ids = everyone[:, 0, :rows], everyone[:, 1, :rows]
     winner = values.argmax(0)  # among equal scores the first rank, whose ids are lower
-    return _checked_vocabulary(ids.gather(0, winner[None])[0].long().view(shape), everyone[..., rows], shard.full)
+    return _checked_vocabulary(ids.gather(0, winner[None])[0].long().view(shape), everyone[..., rows], shard)
 
 
-def _checked_vocabulary(ids: Tensor, shards: Tensor, full: int) -> Tensor:
+def _checked_vocabulary(ids: Tensor, shards: Tensor, shard: _Shard) -> Tensor:
     """Returns ``ids`` if the ranks' widths and vocabularies, ``[p, 2]``, form one vocabulary.
 
     The operator that compares them for the loss is called with no rows: it raises on every rank, and waits for no GPU.
     In compiled code the result must depend on it.
     """
+    if shard.sizes is not None:
+        check_same_sizes(shards[:, 0], shard.sizes)
+        return ids
     numbers = shards.new_zeros((shards.shape[0], 1, 4))
     numbers[:, 0, 1::2] = shards
     no_target = torch.empty(0, dtype=torch.int64, device=shards.device)
-    loss, _ = _ops.vocab_ce_loss(numbers, no_target, full, -100, 0.0, 0.0)
+    loss, _ = _ops.vocab_ce_loss(numbers, no_target, shard.full, -100, 0.0, 0.0)
     return ids + loss.sum().long() if torch.compiler.is_compiling() else ids
 
 
@@ -186,7 +202,8 @@ def _least_logit(
     top_p = None if top_p == 1 else top_p
     if top_k == full and top_p is None:
         return None
-    widest = max(shard.width, split_sizes(full, group.size)[0])  # the same on all ranks for any sharding
+    # The same on all ranks for any sharding
+    widest = max(shard.width, split_sizes(full, group.size)[0]) if shard.sizes is None else max(shard.sizes)
     ties: Tensor | float = 0.0
     if top_k == full:
         equal = F.pad(real, (0, widest - real.shape[-1]), value=float("-inf"))

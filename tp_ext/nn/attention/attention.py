@@ -20,6 +20,7 @@ from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear, into_norm
 from tp_ext.nn.norm import LayerNorm, RMSNorm
 from tp_ext.random import Init
 from tp_ext.sharding import head_parts
+from tp_ext.share_sizes import refuse_in_shares
 
 Attend = Callable[[Tensor, Tensor, Tensor, ContextLayout], Tensor]
 """Attention of q, k, v ``[batch, seq_local, heads_local, head_dim]`` over a context group -> q's shape."""
@@ -142,8 +143,10 @@ class ParallelAttention(SelfAttention):
             context_group=context_ranks.size > 1 and context_ranks.torch_name,
             attend=attend,
         )
+        if self.shares is not None:
+            refuse_in_shares(context_group=context_ranks.size > 1 and f"{context_ranks.size} ranks")
         # [Note: padding and groups of a part]: query heads are cut within the group of their KV head
-        q, kv = head_parts(num_heads, num_kv_heads, head_dim, p, blocks or 0)
+        q, kv = head_parts(num_heads, num_kv_heads, head_dim, p, blocks or 0, self.shares)
         self._kv_heads = None if blocks is None else KVHeadsInBlocks(num_heads, num_kv_heads, blocks, self.tp_group)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         (first, last), (first_kv, last_kv) = (part.span(rank, p) for part in (q, kv))
@@ -222,7 +225,7 @@ class ParallelAttention(SelfAttention):
         if attn_mask is not None:
             self._check_mask(attn_mask, batch, seq, lengths, seq if cache is None else cache.keys_after(seq))
         qkv = self.qkv(x, total_tokens)
-        rows = qkv.reshape(-1, qkv.shape[-1])
+        rows = qkv.flatten(0, -2)
         tables = None
         if self.rope is not None:
             tables = self._tables(self.rope, rows, seq, lengths, cache) if cos_sin is None else (*cos_sin, None)
@@ -267,7 +270,7 @@ class ParallelAttention(SelfAttention):
         # SP cuts this rank's tokens over group: p need not divide them
         total_tokens = tokens if self.sequence_parallel else None
         qkv = self.qkv(x, total_tokens)
-        rows = qkv.reshape(-1, qkv.shape[-1])
+        rows = qkv.flatten(0, -2)
         if cos_sin is None and self.rope is not None:
             positions = layout.positions[:seq].to(rows.device)  # of one sequence of a batch; of all packed ones
             cos_sin = self.rope.cos_sin(positions, rows.dtype, length=max(layout.lengths, default=0))

@@ -11,7 +11,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_choice
 from tp_ext.context_layout import ContextLayout, inverse_order
 from tp_ext.group import ParallelGroup
-from tp_ext.nn.attention.scaled_dot_product import AttentionOptions, attention, dropout_by_index
+from tp_ext.nn.attention.scaled_dot_product import AttentionOptions, attention, dropout_by_index, of_no_heads
 from tp_ext.random import draw_seed
 from tp_ext.sharding import Part, head_parts
 
@@ -73,6 +73,8 @@ def context_attention(
     # One seed for each sequence, whose masks then do not depend on how the batch is packed
     if options.dropout and seeds is None:
         seeds = torch.stack([draw_seed(q.device) for _ in range(len(layout.chunks))]) if layout.chunks else None
+    if not shape[-2]:
+        return of_no_heads(q, k, v).view(shape)
     if context == "ulysses":
         return _ulysses(q, k, v, layout, options, seeds).view(shape)
     window = options.sliding_window

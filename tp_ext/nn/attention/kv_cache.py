@@ -342,7 +342,8 @@ class KVCache(TokenCache):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_int(least=1, num_kv_heads_local=num_kv_heads_local, head_dim=head_dim)
+        check_int(least=0, num_kv_heads_local=num_kv_heads_local)  # 0: of a rank without a share of the heads
+        check_int(least=1, head_dim=head_dim)
         sizes = [(num_kv_heads_local, head_dim)] * 2
         super().__init__(batch_size, max_seq, sizes, static=static, device=device, dtype=dtype)
 

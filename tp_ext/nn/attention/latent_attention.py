@@ -143,7 +143,7 @@ class ParallelLatentAttention(SelfAttention):
         _, p, rank = self.tp_group
         blocks = self.invariant_blocks
         refuse_in_blocks(blocks, exact_dropout=not exact_dropout and "False")
-        heads, _ = head_parts(num_heads, num_heads, 1, p, blocks or 0)
+        heads, _ = head_parts(num_heads, num_heads, 1, p, blocks or 0, self.shares)
         # The one rotated key serves the query heads of all blocks
         self._shared_key = None if blocks is None else KVHeadsInBlocks(num_heads, 1, blocks, self.tp_group)
         self.num_heads = num_heads
@@ -326,7 +326,9 @@ class ParallelLatentAttention(SelfAttention):
         if getattr(self.kv_b_proj, "form", Dense).has_matrix:
             return local_linear(latents, self._kv_b_weight())
         rows = latents.flatten(0, -2)
-        own = _ops.scatter_to_region(rows, self.tp_group.name, 0) if self.sequence_parallel else rows
+        own = rows
+        if self.sequence_parallel:
+            own = _ops.scatter_to_region(rows, self.tp_group.name, 0, self.token_sizes(len(rows)))
         kv: Tensor = self.kv_b_proj(own, len(rows))
         return kv.unflatten(0, latents.shape[:-1])
 
@@ -344,7 +346,7 @@ class ParallelLatentAttention(SelfAttention):
         identity = torch.eye(self.kv_lora_rank, device=like.device, dtype=like.dtype)
         if self.sequence_parallel:
             # Under SP its input is sharded along the rows
-            identity = _ops.scatter_to_region(identity, self.tp_group.name, 0)
+            identity = _ops.scatter_to_region(identity, self.tp_group.name, 0, self.token_sizes(len(identity)))
         transposed: Tensor = layer(identity, self.kv_lora_rank)
         return transposed.T
 

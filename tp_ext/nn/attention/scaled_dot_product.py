@@ -89,10 +89,13 @@ def attention(
         by_head: each row depends on its own query and keys alone, as layers of :func:`tp_ext.tp_invariant` need it.
     """
     causal, scale, sliding_window, softcap, dropout = options[:5]
+    _, heads, n, _ = q.shape
+    if not heads:
+        return of_no_heads(q, k, v, mask)
     # torch's functions would round a row in another way with more queries, keys or threads; dropout keeps the weights
     if by_head and drop is None and q.is_cpu:
         return _ops.block_attention(q, k, v, mask, None, [], causal, scale, sliding_window, softcap)
-    n, gqa = q.shape[2], q.shape[1] != k.shape[1]
+    gqa = heads != k.shape[1]
     # [Note: a sliding window is computed in blocks of queries]
     window = sliding_window if sliding_window is not None and sliding_window < n else None
     explicit = softcap is not None or drop is not None
@@ -114,6 +117,13 @@ def attention(
         places = torch.arange(n, device=q.device)
         mask = restricted(mask, visible(places, places, causal, window))
     return attend(q, k, v, attn_mask=mask)
+
+
+def of_no_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns the attention of a rank without a share of the heads. It is in the graph, so that its backward meets the
+    others in the sums of norms and masks."""
+    seen = mask.sum() if mask is not None and mask.requires_grad else 0
+    return v + (q.sum() + k.sum() + seen)
 
 
 def _by_query_groups(
@@ -170,6 +180,8 @@ def explicit_attention(
         by_head: computes each head's products on one thread: their bits do not depend on the other heads.
     """
     batch, heads, n, head_dim = q.shape
+    if not heads:
+        return q.new_empty(batch, 0, n, v.shape[3])
     q, k, v = (t.contiguous() for t in (q, k, v))  # a view of q | k | v would keep all three until backward
     # The query heads of a KV head are rows of one product: no copy of k and v for each
     rows = (batch, k.shape[1], heads * n // k.shape[1])
@@ -208,6 +220,8 @@ def attention_by_kv_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, s
     """
     batch, heads, n, head_dim = q.shape
     kv_heads = k.shape[1]
+    if not heads:
+        return q.new_empty(batch, 0, n, v.shape[3])
     share = heads // kv_heads
     rows = q.reshape(batch, kv_heads, share * n, head_dim)
     # Rows are [share, n], query heads outermost: a mask per head is laid out alike

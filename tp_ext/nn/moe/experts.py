@@ -25,6 +25,7 @@ from tp_ext.nn.moe.token_exchange import Linear, TokenExchange
 from tp_ext.nn.parallel_linear import ParallelLinear, linear_sharding
 from tp_ext.random import Init, torch_linear_init
 from tp_ext.sharding import Layout, Sharding, split_sizes
+from tp_ext.share_sizes import refuse_in_shares
 
 
 class ParallelExperts(ParallelModule):
@@ -104,8 +105,10 @@ class ParallelExperts(ParallelModule):
             chosen = init if init is not None and name.endswith("weight") else default
             self.add_parameter(name, (num_experts, *shape), chosen, sharding=layout, device=device, dtype=dtype)
 
-        of_up = linear_sharding(1, sum(parts), parts, 1, "ffn_hidden_size")
-        of_down = linear_sharding(2, ffn_hidden_size, None, 1, "ffn_hidden_size")
+        if self.shares is not None:
+            refuse_in_shares(expert_group=ep.size > 1 and f"{ep.size} ranks")
+        of_up = linear_sharding(1, sum(parts), parts, 1, "ffn_hidden_size").in_shares(self.shares)
+        of_down = linear_sharding(2, ffn_hidden_size, None, 1, "ffn_hidden_size").in_shares(self.shares)
         if self.invariant_blocks is not None:
             _, p, rank = features
             self._segments = of_up.segments(rank, p), of_down.segments(rank, p)

@@ -284,7 +284,7 @@ class ParallelMoE(LayerOverData):
         p, rank = self.tp_group.size, self.tp_group.rank
         if not self.sequence_parallel or p == 1:
             return None, 0, rows
-        if total_tokens is None and self.invariant_blocks is None:
+        if total_tokens is None and self.invariant_blocks is None and self.token_shares is None:
             return [rows] * p, rank * rows, p * rows
         # total_tokens counts along dim 0, and each of its entries has this many tokens
         inner = x.shape[1:-1].numel()
