@@ -331,6 +331,10 @@ AGREED = {
         "max_bytes: 1048577 must be a multiple",
     ),
     "minutes of measure": (lambda g, bad: tp_ext.planner.measure(group=g, minutes=-1 if bad else 0.01), "minutes"),
+    "an example of measure_shares": (
+        lambda g, bad: tp_ext.planner.measure_shares(block(g), 3 if bad else (ones(2, 4),), g),
+        "example: int must be a dict",
+    ),
     "weights of data ranks": (_replicas, "model: must have the same weights on all data ranks, and '1.bias' differs"),
     "a model without gradients": (_untrained, "model: Sequential must have a parameter that requires a gradient"),
     "a keyword of a pipeline": (_keyword, r"scale: shape \(4, 1\) must have the 3 rows of the batch"),

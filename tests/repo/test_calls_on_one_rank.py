@@ -113,6 +113,7 @@ ROWS = {  # a row of each, some have more
     "parallel.sum_gradients": "main_grad of a rank",
     "parallelize": "a model without gradients",
     "planner.measure": "minutes of measure",
+    "planner.measure_shares": "an example of measure_shares",
     "pmax": "an axis of a maximum",
     "pmean": "an axis of a mean",
     "pmin": "an axis of a minimum",

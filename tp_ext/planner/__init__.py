@@ -11,6 +11,7 @@ from tp_ext.planner.pipeline import Timeline, simulate_pipeline
 from tp_ext.planner.prediction import CollectiveRow, Prediction, StageMemory, predict
 from tp_ext.planner.presets import SOURCES, cluster, device
 from tp_ext.planner.search import search
+from tp_ext.planner.share_times import measure_shares
 from tp_ext.planner.trace import trace
 from tp_ext.planner.workload import Block, Op, Workload, transformer
 
@@ -35,6 +36,7 @@ __all__ = [
     "from_config",
     "goodput",
     "measure",
+    "measure_shares",
     "predict",
     "search",
     "simulate_pipeline",

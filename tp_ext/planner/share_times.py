@@ -1,0 +1,199 @@
+"""Which shares even out the times of unequal ranks, by timing each rank's own work in forward and backward."""
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tp_ext._object_collectives import all_gather_objects, call_and_gather
+from tp_ext.auto.argument_checks import check_example
+from tp_ext.common_generator import device_of
+from tp_ext.group import Group, parallel_group, process_group
+
+_COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")  # namespaces of operators
+_SECONDS = 6.0  # of the passes after the warm-up
+_LAST_BEGIN = 12.0  # seconds after which no pass begins, the warm-up counted
+_FEW, _CHUNKS = 3, 5  # passes at least; means of which the median counts
+
+Step = Callable[[], object]
+
+
+def measure_shares(model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...], group: Group) -> list[float]:
+    """Measures which shares even out the times of ranks that are not alike: weights for :func:`tp_ext.shares`.
+
+    Runs forward and backward on all ranks at once, in the mode of training in which the model is, with its real
+    collectives, and times what is between them: a rank that waits for a slower one does not work. After a warm-up
+    passes follow for about six seconds, or three passes if they are longer; ranks decide together which is the last. A
+    rank's weight is its present share by the median of its times. A rank also has work that does not depend on its
+    share (norms, the host's launches), so that very unequal ranks come closer by measuring a model again that is built
+    with the measured weights.
+
+    The example should be of the size of a microbatch: each operator passes through Python while it is timed, which is
+    some microseconds more.
+
+    ::
+
+        weights = planner.measure_shares(make_model(), (tokens,), group)
+        with tp_ext.shares(weights):
+            model = make_model()
+
+    Args:
+        model: whose layers are over ``group``, built without shares, or with any of which none is 0. Its gradients
+            (``main_grad`` too), buffers and the generators are left as they were; no hook of a gradient's accumulation
+            runs.
+        example: arguments of forward, a dict by name or a tuple; of a result with a ``loss`` its gradient is taken,
+            otherwise that of the sum of all results.
+        group: the tensor-parallel group.
+
+    Returns:
+        A weight for each rank; their sum is 1. The same list on all ranks; of a group of one rank [1.0].
+
+    Communicates: exchanges of checks and of times, what the model does, and an all-reduce of a number for each pass.
+
+    Raises:
+        TypeError: ``model`` is no module, ``example`` neither a dict nor a tuple. ValueError, on all ranks: a share of
+            0, layers of different shares, a model whose layers are over another group, or that has nothing to train.
+    """
+    alone = parallel_group(group).size == 1
+    ranks = None if alone else process_group(group)
+    present = call_and_gather(ranks, lambda: _present_share(model, example, group))
+    if ranks is None:
+        return [1.0]
+    device = next(model.parameters()).device
+    with _left_as_it_was(model, device):
+        seconds = _median_seconds(lambda: _forward_and_backward(model, example), device, ranks)
+    speeds = [share / taken for share, taken in zip(present, all_gather_objects(seconds, ranks), strict=True)]
+    return [speed / sum(speeds) for speed in speeds]
+
+
+def _present_share(model: Any, example: Any, group: Group) -> float:
+    """Returns the share of this rank in the layers of the model, up to a factor that all ranks have."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_example(example)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError("model: must have at least one parameter that requires a gradient")
+    ranks = parallel_group(group)
+    layers: dict[str, Any] = {path: layer for path, layer in model.named_modules() if hasattr(layer, "tp_group")}
+    over_it = {path: layer for path, layer in layers.items() if layer.tp_group.torch_name == ranks.torch_name}
+    if layers and not over_it and ranks.size > 1:
+        path, layer = next(iter(layers.items()))
+        raise ValueError(
+            f"group: of {ranks.size} ranks, must be the group of the model's layers; {path or 'the model'} is over "
+            f"one of {layer.tp_group.size}"
+        )
+    distinct = {layer.shares: path for path, layer in over_it.items() if layer.shares is not None}
+    if len(distinct) > 1:
+        first, second = itertools.islice(distinct.items(), 2)
+        raise ValueError(
+            f"model: all layers must have the same shares; {first[1]} has {list(first[0])}, {second[1]} has "
+            f"{list(second[0])}"
+        )
+    weights: tuple[float, ...] = next(iter(distinct), (1.0,) * ranks.size)
+    if 0 in weights:
+        raise ValueError(f"shares: {list(weights)} must be above 0 to be measured: a rank without work has no time")
+    return float(weights[ranks.rank] / max(weights))
+
+
+def _forward_and_backward(model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...]) -> None:
+    output = model(**example) if isinstance(example, Mapping) else model(*example)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    results = tree_leaves(output) if loss is None else [loss]
+    results = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+    params = [param for param in model.parameters() if param.requires_grad]
+    # Not backward(): it would add to gradients, and call hooks that communicate or step an optimizer
+    torch.autograd.grad(results, params, [torch.ones_like(result) for result in results], allow_unused=True)
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores what a pass changes: generators, buffers, and gradients that operators add up by themselves."""
+    sums = (getattr(param, "main_grad", None) for param in model.parameters())
+    changed = [tensor for tensor in (*model.buffers(), *sums) if isinstance(tensor, Tensor)]
+    saved = [tensor.detach().clone() for tensor in changed]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(changed, saved, strict=True):
+                    tensor.copy_(value)
+
+
+def _median_seconds(step: Step, device: torch.device, ranks: ProcessGroup) -> float:
+    """Returns the seconds of this rank's own work: the median of some means over passes in a row."""
+    begin = time.perf_counter()
+    step()  # allocates, compiles, and lets ranks meet that draw
+    last = [_own_seconds(step, device)]
+    warm = _latest(begin, ranks)
+    taken: list[float] = []
+    while (now := _latest(begin, ranks)) < _LAST_BEGIN and (len(taken) < _FEW or now - warm < _SECONDS):
+        taken.append(_own_seconds(step, device))
+    taken = taken or last  # of passes that are very long
+    count = min(_CHUNKS, len(taken))
+    ends = [len(taken) * i // count for i in range(count + 1)]
+    return statistics.median(statistics.fmean(taken[a:b]) for a, b in itertools.pairwise(ends))
+
+
+def _latest(begin: float, ranks: ProcessGroup) -> float:
+    """Returns the seconds since ``begin`` of the rank that needed most, which comes last."""
+    elapsed = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=device_of(ranks))
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=ranks)
+    return float(elapsed)
+
+
+def _own_seconds(step: Step, device: torch.device) -> float:
+    """Returns the seconds of a pass in which this rank does not wait in a collective."""
+    clock = _Clock(device)
+    waits = _Waits(clock)
+    begin = clock.mark()
+    with waits:
+        step()
+    end = clock.mark()
+    return max(1e-9, clock.between(begin, end) - sum(clock.between(*span) for span in waits.spans))
+
+
+class _Clock:
+    """Times on the host, or those at which a GPU reaches its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+class _Waits(TorchDispatchMode):
+    """The times of collectives. Within a mode layers call those that the dispatcher sees, and wait for each at once."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self.spans: list[tuple[Any, Any]] = []
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in _COMMUNICATION:
+            return func(*args, **(kwargs or {}))
+        begin = self._clock.mark()
+        result = func(*args, **(kwargs or {}))
+        self.spans.append((begin, self._clock.mark()))
+        return result
