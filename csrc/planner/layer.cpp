@@ -18,8 +18,8 @@ class Pricing {
       : workload_(workload), layout_(layout), machine_(machine), accumulates_(accumulates) {
     tokens_ = double(divide_up(layout.micro_batch * workload.seq, layout.cp));
     split_ = layout.tp > 1 && layout.sequence_parallel;
-    own_ = split_ ? double(divide_up(int64_t(tokens_), layout.tp)) : tokens_;
-    gathered_ = split_ ? own_ * double(layout.tp) : tokens_;
+    own_ = split_ ? double(layout.share(int64_t(tokens_))) : tokens_;
+    gathered_ = split_ ? double(layout.longest(int64_t(tokens_)) * layout.tp) : tokens_;
     recompute_ = is_block ? layout.recompute : Recompute::None;
   }
 
@@ -83,16 +83,15 @@ class Pricing {
   }
 
   void linear(const Op& op) {
-    const int64_t tp = layout_.tp;
     const bool column = op.kind == OpKind::Column, replicated = op.kind == OpKind::Replicated;
     const double element = layout_.element;
     double in = op.inputs, out = op.outputs;
     double& sharded = column ? out : in;
     if (op.heads) {  // q, k and v of one linear
-      const Heads own = heads_of(op.heads, op.kv_heads, tp);
+      const Heads own = heads_of(op.heads, op.kv_heads, layout_);
       out = double(own.query + own.key) * op.key_features + double(own.key) * op.value_features;
     } else if (!replicated) {
-      sharded *= double(divide_up(op.units, tp)) / double(op.units);
+      sharded *= sharded_part(op);
     }
     const int64_t experts = op.experts ? divide_up(op.experts, layout_.ep) : 1;
     double rows = replicated ? own_ : tokens_;
@@ -169,7 +168,7 @@ class Pricing {
 
   void attention(const Op& op) {
     const double element = layout_.element;
-    const Heads own = heads_of(op.heads, op.kv_heads, layout_.tp);
+    const Heads own = heads_of(op.heads, op.kv_heads, layout_);
     const double keys = double(workload_.seq), heads = double(own.query);
     const double features = op.key_features + op.value_features;
     const double seen = op.causal && op.fused ? 0.5 : 1;  // a materialised mask saves nothing
@@ -213,7 +212,7 @@ class Pricing {
   }
 
   double sharded_part(const Op& op) const {
-    return double(divide_up(op.units, layout_.tp)) / double(op.units);
+    return double(layout_.share(op.units)) / double(op.units);
   }
 
   void pointwise(const Op& op) {
@@ -229,7 +228,7 @@ class Pricing {
     if (op.heads) {                                                                // a rotation
       layer_.saved += 4 * tokens / double(layout_.micro_batch) * op.key_features;  // its tables
       // The ring has k and v as one tensor, and q is a part of q and k as they were rotated: k twice
-      const double keys = double(heads_of(op.heads, op.kv_heads, layout_.tp).key);
+      const double keys = double(heads_of(op.heads, op.kv_heads, layout_).key);
       if (layout_.cp > 1) layer_.saved += tokens * keys * op.key_features * layout_.element;
     }
     layer_.dense += double(op.vectors) * op.inputs;
@@ -391,10 +390,11 @@ void add_traffic(std::vector<Traffic>& rows, const Traffic& row, double times) {
 
 // tp_ext/sharding.py, head_parts: a group of queries with its key is not cut; with fewer keys than
 // ranks each rank has one key and a part of its queries
-Heads heads_of(int64_t heads, int64_t kv_heads, int64_t tp) {
+Heads heads_of(int64_t heads, int64_t kv_heads, const Layout& layout) {
+  const int64_t tp = layout.tp;
   if (!heads) return {0, 0};
-  if (kv_heads >= tp) {
-    const int64_t keys = divide_up(kv_heads, tp);
+  if (kv_heads >= tp || layout.cut) {
+    const int64_t keys = layout.share(kv_heads);
     return {keys * (heads / kv_heads), keys};
   }
   return {divide_up(heads / kv_heads, divide_up(tp, kv_heads)), 1};

@@ -55,11 +55,11 @@ void add_traffic(std::vector<Traffic>& rows, const Traffic& row, double times = 
 Layer price(const std::vector<Op>& ops, bool is_block, bool accumulates, const Workload& workload,
             const Layout& layout, const Machine& machine);
 
-// The heads of the rank that has most of them
+// The heads of the rank
 struct Heads {
   int64_t query, key;
 };
-Heads heads_of(int64_t heads, int64_t kv_heads, int64_t tp);
+Heads heads_of(int64_t heads, int64_t kv_heads, const Layout& layout);
 
 inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 

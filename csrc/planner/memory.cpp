@@ -6,15 +6,15 @@
 
 namespace tp_ext::planner {
 
-std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stage>& stages) {
+std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stage>& stages,
+                                    const Layers& priced) {
   const auto own = stages_of_ranks(layout);
-  const Layers& priced = layers(layout);
   const int64_t microbatches = layout.microbatches(global_batch_);
   const double shards = double(layout.shards()), expert_shards = double(layout.dp * layout.cp);
   std::vector<Memory> result(layout.pp);
   for (int64_t rank = 0; rank < layout.pp; ++rank) {
     Memory& memory = result[rank];
-    const auto [dense, experts] = parameters(stages, own[rank], layout.tp);
+    const auto [dense, experts] = parameters(stages, own[rank], layout);
     const double whole = dense + experts;
     double shard = dense / shards + experts / expert_shards;
     for (const int64_t index : own[rank]) {
@@ -69,11 +69,26 @@ std::vector<Memory> Planner::memory(const Layout& layout, const std::vector<Stag
   return result;
 }
 
-double Planner::largest_peak(const Layout& layout) {
-  double largest = 0;
-  for (const Memory& memory : memory(layout, stages(layout)))
-    largest = std::max(largest, memory.peak);
-  return largest;
+Planner::Need Planner::need(const Layout& layout) {
+  const Ranks& ranks = layers(layout);
+  Layout of_rank = layout;
+  Need need;
+  double lacking = 0;
+  for (size_t rank = 0; rank < ranks.of.size(); ++rank) {
+    const Machine& machine = machine_of(rank);
+    of_rank.rank = int64_t(rank);
+    const auto priced = stages(layout, ranks.of[rank], machine);
+    for (const Memory& one : memory(of_rank, priced, ranks.of[rank])) {
+      const double lack = one.peak - machine.memory;
+      need.most = std::max(need.most, one.peak);
+      need.fits = need.fits && lack <= 0;
+      if (need.peak > 0 && lack <= lacking) continue;
+      need.peak = one.peak;
+      need.rank = int64_t(rank);
+      lacking = lack;
+    }
+  }
+  return need;
 }
 
 }  // namespace tp_ext::planner

@@ -35,29 +35,66 @@ Group expert_group(const Layout& layout) {
 
 }  // namespace
 
-Planner::Planner(Workload workload, Machine machine, int64_t global_batch, Schedules schedules)
+Planner::Planner(Workload workload, std::vector<Machine> machines, int64_t global_batch,
+                 Schedules schedules)
     : workload_(std::move(workload)),
-      machine_(std::move(machine)),
+      machines_(std::move(machines)),
+      machine_(machines_.at(0)),
       global_batch_(global_batch),
       schedules_(std::move(schedules)) {}
 
-const Planner::Layers& Planner::layers(const Layout& layout) {
+const Planner::Ranks& Planner::layers(const Layout& layout) {
   const bool accumulates = layout.microbatches(global_batch_) > 1;
   const auto key =
       std::make_tuple(layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.sequence_parallel,
-                      layout.overlap_tp, layout.recompute, accumulates);
+                      layout.overlap_tp, layout.recompute, accumulates, layout.shares);
   const auto found = layers_.find(key);
   if (found != layers_.end()) return found->second;
-  Layers made;
-  made.first = price(workload_.first, false, accumulates, workload_, layout, machine_);
-  made.last = price(workload_.last, false, accumulates, workload_, layout, machine_);
-  for (const BlockOps& block : workload_.blocks)
-    made.blocks.push_back(price(block.ops, true, accumulates, workload_, layout, machine_));
+  Ranks made;
+  Layout of_rank = layout;
+  const bool differ = layout.cut || machines_.size() > 1;
+  for (; of_rank.rank < (differ ? layout.tp : 1); ++of_rank.rank)
+    made.of.push_back(layers_of(of_rank, machine_of(of_rank.rank)));
+  made.slowest = made.of[0];
+  const auto wait_for = [](Layer& layer, const Layer& other) {
+    if (other.forward.total() + other.backward() > layer.forward.total() + layer.backward())
+      layer = other;
+  };
+  for (const Layers& other : made.of) {
+    wait_for(made.slowest.first, other.first);
+    wait_for(made.slowest.last, other.last);
+    for (size_t k = 0; k < other.blocks.size(); ++k)
+      wait_for(made.slowest.blocks[k], other.blocks[k]);
+  }
   return layers_.emplace(key, std::move(made)).first->second;
 }
 
+Planner::Layers Planner::layers_of(const Layout& layout, const Machine& machine) const {
+  const bool accumulates = layout.microbatches(global_batch_) > 1;
+  Layers made;
+  made.first = price(workload_.first, false, accumulates, workload_, layout, machine);
+  made.last = price(workload_.last, false, accumulates, workload_, layout, machine);
+  for (const BlockOps& block : workload_.blocks)
+    made.blocks.push_back(price(block.ops, true, accumulates, workload_, layout, machine));
+  return made;
+}
+
 std::vector<Planner::Stage> Planner::stages(const Layout& layout) {
-  const Layers& priced = layers(layout);
+  const Ranks& ranks = layers(layout);
+  auto slowest = stages(layout, ranks.slowest, machine_);
+  for (size_t rank = 0; ranks.of.size() > 1 && rank < ranks.of.size(); ++rank) {
+    const auto other = stages(layout, ranks.of[rank], machine_of(rank));
+    for (size_t i = 0; i < slowest.size(); ++i) {
+      Stage& stage = slowest[i];
+      stage.forward_gathers = std::max(stage.forward_gathers, other[i].forward_gathers);
+      stage.backward_gathers = std::max(stage.backward_gathers, other[i].backward_gathers);
+    }
+  }
+  return slowest;
+}
+
+std::vector<Planner::Stage> Planner::stages(const Layout& layout, const Layers& priced,
+                                            const Machine& machine) {
   const int64_t count = layout.pp * layout.virtual_stages;
   auto& split = splits_[count];
   if (split.empty()) {
@@ -86,9 +123,9 @@ std::vector<Planner::Stage> Planner::stages(const Layout& layout) {
       if (stage.blocks[k]) stage.costs.add(priced.blocks[k], double(stage.blocks[k]));
     if (stage.first) stage.costs.add(priced.first, 1);
     if (stage.last) stage.costs.add(priced.last, 1);
-    if (layout.zero >= 2) add_gathers(layout, priced, stage);
+    if (layout.zero >= 2) add_gathers(layout, priced, machine, stage);
     if (layout.pp > 1) {
-      const double action = machine_.python(kAction);
+      const double action = machine.python(kAction);
       stage.costs.forward.host += action;
       stage.costs.input_grad.host += action;
       if (splits_backward(layout.schedule)) stage.costs.weight_grad.host += action;
@@ -100,7 +137,8 @@ std::vector<Planner::Stage> Planner::stages(const Layout& layout) {
 // FSDP2: the gather of a block runs during the block before it, the reduction of a block's
 // gradients during the backward of the next one. Only the last microbatch reduces, so that its
 // share of each is counted.
-void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& stage) const {
+void Planner::add_gathers(const Layout& layout, const Layers& layers, const Machine& machine,
+                          Stage& stage) const {
   const double microbatches = double(layout.microbatches(global_batch_));
   const bool again = layout.zero == 3 && layout.pp == 1;        // for each backward, too
   const double rounds = layout.pp == 1 ? 1 : 1 / microbatches;  // a pipeline keeps what it gathers
@@ -111,25 +149,25 @@ void Planner::add_gathers(const Layout& layout, const Layers& layers, Stage& sta
     const auto whole = padded(layout, block);
     const auto [dense, experts] = by_group(layout, whole.first, whole.second);
     const auto time = [&, dense = dense, experts = experts](Collective kind, double bytes) {
-      return (machine_.collective(kind, data_group(layout), bytes * dense) +
-              machine_.collective(kind, expert_group(layout), bytes * experts)) /
-             machine_.gather;
+      return (machine.collective(kind, data_group(layout), bytes * dense) +
+              machine.collective(kind, expert_group(layout), bytes * experts)) /
+             machine.gather;
     };
     const double gather = time(Collective::AllGather, layout.param_bytes);
     const double reduce = time(Collective::ReduceScatter, layout.grad_bytes);
     // What was gathered is copied out of its buffer, and gradients into theirs
-    const double out = machine_.copy(number * layout.param_bytes * (dense + experts));
-    const double in = machine_.copy(number * layout.grad_bytes * (dense + experts));
+    const double out = machine.copy(number * layout.param_bytes * (dense + experts));
+    const double in = machine.copy(number * layout.grad_bytes * (dense + experts));
     const double forward = block.forward.total(), backward = block.backward();
-    const double hooks = machine_.python(kHooks * number * block.tensors);
+    const double hooks = machine.python(kHooks * number * block.tensors);
     stage.forward_gathers += hooks;
     stage.backward_gathers += hooks;
-    stage.forward_gathers += rounds * (number * machine_.shown(gather, forward) + out +
+    stage.forward_gathers += rounds * (number * machine.shown(gather, forward) + out +
                                        std::min(gather, forward));  // nothing precedes the first
     const double both = (again ? gather : 0) + reduce;
-    const double last = number * machine_.shown(both, backward) + (again ? out : 0) + in +
+    const double last = number * machine.shown(both, backward) + (again ? out : 0) + in +
                         std::min(reduce, backward);
-    const double others = again ? number * machine_.shown(gather, backward) + out : 0;
+    const double others = again ? number * machine.shown(gather, backward) + out : 0;
     stage.backward_gathers += (last + others * (microbatches - 1)) / microbatches;
   }
 }
@@ -175,7 +213,7 @@ const Planner::Sample& Planner::sample(const Layout& layout) {
 
 double Planner::message_bytes(const Layout& layout) const {
   double tokens = double(divide_up(layout.micro_batch * workload_.seq, layout.cp));
-  if (layout.sequence_parallel) tokens = double(divide_up(int64_t(tokens), layout.tp));
+  if (layout.sequence_parallel) tokens = double(layout.longest(int64_t(tokens)));
   return tokens * workload_.hidden * layout.element;
 }
 
@@ -201,7 +239,8 @@ double Planner::send_time(const Layout& layout) const {
 }
 
 std::pair<double, double> Planner::parameters(const std::vector<Stage>& stages,
-                                              const std::vector<int64_t>& own, int64_t tp) const {
+                                              const std::vector<int64_t>& own,
+                                              const Layout& layout) const {
   double dense = 0, experts = 0;
   bool first = false, last = false;
   for (const int64_t index : own) {
@@ -211,23 +250,24 @@ std::pair<double, double> Planner::parameters(const std::vector<Stage>& stages,
     last |= stages[index].last;
   }
   if (workload_.tied && first && last)
-    dense -= double(divide_up(workload_.vocab, tp)) * workload_.hidden;
+    dense -= double(layout.share(workload_.vocab)) * workload_.hidden;
   return {dense, experts};
 }
 
 double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages,
-                          const std::vector<int64_t>& own, std::vector<Traffic>* rows) {
-  const auto parameters_of_rank = parameters(stages, own, layout.tp);
+                          const std::vector<int64_t>& own, const Layers& kinds,
+                          const Machine& machine, std::vector<Traffic>& rows) const {
+  const auto parameters_of_rank = parameters(stages, own, layout);
   const double dense = parameters_of_rank.first, experts = parameters_of_rank.second;
   const double microbatches = double(layout.microbatches(global_batch_));
   double exposed = 0;
   const auto call = [&](Collective kind, Group group, double number, double payload, double hidden,
                         double share) {
     if (group.size == 1 || payload <= 0) return;
-    const double time = number * machine_.collective(kind, group, payload) / share;
-    const double seen = machine_.shown(time, hidden);
+    const double time = number * machine.collective(kind, group, payload) / share;
+    const double seen = machine.shown(time, hidden);
     exposed += seen;
-    if (rows) add_traffic(*rows, {Axis::Dp, kind, group.size, number, payload, time, seen});
+    add_traffic(rows, {Axis::Dp, kind, group.size, number, payload, time, seen});
   };
   const Group data = data_group(layout), of_experts = expert_group(layout);
   if (layout.zero < 2) {
@@ -239,8 +279,7 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     call(Collective::AllReduce, data, layout.pp > 1 ? 1 : buckets,
          layout.pp > 1 ? bytes : bytes / buckets, hidden, 1);
     call(Collective::AllReduce, of_experts, 1, layout.grad_bytes * of_some, 0, 1);
-    if (layout.pp == 1 && data.size > 1)
-      exposed += machine_.copy(2 * bytes);  // to buckets and back
+    if (layout.pp == 1 && data.size > 1) exposed += machine.copy(2 * bytes);  // to buckets and back
     if (layout.zero ==
         1) {  // each parameter after the step of the optimizer, by the rank that has it
       double tensors = workload_.tied && layout.pp == 1 ? -1 : 0;
@@ -253,7 +292,6 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
   // Their exposed time is in the passes; of each block, and of what is around the blocks
   const double forwards = layout.pp > 1 ? 1 : microbatches;
   const double again = layout.pp == 1 && layout.zero == 3 ? 2 : 1;  // for a block's backward, too
-  const Layers& kinds = layers(layout);
   const double before = exposed;
   double whole_dense = 0;
   for (const int64_t index : own) whole_dense += stages[index].costs.dense;
@@ -261,8 +299,8 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
     for (const auto& [group, one] :
          {std::pair(data, dense_of_one), std::pair(of_experts, experts_of_one)}) {
       call(Collective::AllGather, group, gathers * number, layout.param_bytes * one, 0,
-           machine_.gather);
-      call(Collective::ReduceScatter, group, number, layout.grad_bytes * one, 0, machine_.gather);
+           machine.gather);
+      call(Collective::ReduceScatter, group, number, layout.grad_bytes * one, 0, machine.gather);
     }
   };
   for (const int64_t index : own) {
@@ -282,15 +320,16 @@ double Planner::data_time(const Layout& layout, const std::vector<Stage>& stages
 
 // Adam reads parameters, gradients and states and writes all but the gradients. With offload the host
 // does it while the device waits: gradients go there, and parameters come back
-double Planner::optimizer_time(const Layout& layout, const Memory& memory, double tensors) const {
+double Planner::optimizer_time(const Layout& layout, const Memory& memory, double tensors,
+                               const Machine& machine) {
   const double shards = layout.zero >= 1 ? double(layout.shards()) : 1;
   double parameters = memory.parameters, gradients = memory.gradients;
   if (layout.zero == 1 || layout.zero == 2) parameters /= shards;
   if (layout.zero == 1) gradients /= shards;
   if (layout.offload) return (parameters + gradients) / kHostLink;
   const double moved = 2 * parameters + gradients + 2 * memory.states;
-  const double python = layout.zero >= 2 ? machine_.python(kShardedStep * tensors) : 0;
-  return moved / machine_.optimizer_bandwidth + python;
+  const double python = layout.zero >= 2 ? machine.python(kShardedStep * tensors) : 0;
+  return moved / machine.optimizer_bandwidth + python;
 }
 
 // A lower bound of the simulated step: no rank is faster than all of its work, after the forward
@@ -322,12 +361,22 @@ double Planner::bound(const Layout& layout) {
 Prediction Planner::predict(const Layout& layout) {
   const auto priced = stages(layout);
   const auto own = stages_of_ranks(layout);
-  const Layers& kinds = layers(layout);
+  const Ranks& of_layers = layers(layout);
+  const Layers& kinds = of_layers.slowest;
   const double microbatches = double(layout.microbatches(global_batch_));
   Prediction result;
   result.layout = layout;
   result.send = send_time(layout);
-  result.memory = memory(layout, priced);
+  result.memory.resize(layout.pp);
+  std::vector<std::vector<Stage>> of_ranks;
+  Layout of_rank = layout;
+  for (size_t rank = 0; rank < of_layers.of.size(); ++rank) {
+    of_rank.rank = int64_t(rank);
+    of_ranks.push_back(stages(layout, of_layers.of[rank], machine_of(rank)));
+    const auto memories = memory(of_rank, of_ranks[rank], of_layers.of[rank]);
+    for (int64_t index = 0; index < layout.pp; ++index)
+      result.memory[index].push_back(memories[index]);
+  }
   for (const Stage& stage : priced)
     result.stages.push_back({stage.costs.forward.total() + stage.forward_gathers,
                              stage.costs.input_grad.total() + stage.backward_gathers,
@@ -385,17 +434,32 @@ Prediction Planner::predict(const Layout& layout) {
     const int64_t last = int64_t(priced.size()) - 1;
     if (tied(0) != tied(last))  // the gradient of a tied weight, to its other stage and from there
       for (const Collective kind : {Collective::Send, Collective::Recv}) {
-        const double rows_of_rank = double(divide_up(workload_.vocab, layout.tp));
+        const double rows_of_rank = double(layout.longest(workload_.vocab));
         const double elements =
             rows_of_rank * workload_.hidden / (layout.zero >= 2 ? double(layout.shards()) : 1);
         const double payload = elements * layout.param_bytes + 4;
         add_traffic(rows, {Axis::Pp, kind, layout.pp, 1, payload,
                            machine_.message(layout.tp * layout.shards(), payload), 0});
       }
-    const double data = data_time(layout, priced, own[rank], &rows);
-    double tensors = 0;
-    for (const int64_t index : own[rank]) tensors += priced[index].costs.tensors;
-    const double optimizer = optimizer_time(layout, result.memory[rank], tensors);
+    // Of the rank of tp that ends last
+    double data = 0, optimizer = 0;
+    std::vector<Traffic> data_rows;
+    for (size_t tp_rank = 0; tp_rank < of_ranks.size(); ++tp_rank) {
+      of_rank.rank = int64_t(tp_rank);
+      const auto& costs = of_ranks[tp_rank];
+      const Machine& machine = machine_of(tp_rank);
+      std::vector<Traffic> of_data;
+      const double exposed =
+          data_time(of_rank, costs, own[rank], of_layers.of[tp_rank], machine, of_data);
+      double tensors = 0;
+      for (const int64_t index : own[rank]) tensors += costs[index].costs.tensors;
+      const double steps = optimizer_time(layout, result.memory[rank][tp_rank], tensors, machine);
+      if (tp_rank > 0 && exposed + steps <= data + optimizer) continue;
+      data = exposed;
+      optimizer = steps;
+      data_rows = std::move(of_data);
+    }
+    for (const Traffic& row : data_rows) add_traffic(rows, row);
     result.breakdown.dp += data / ranks;
     result.breakdown.optimizer += optimizer / ranks;
     after = std::max(after, data + optimizer);

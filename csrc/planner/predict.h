@@ -32,9 +32,10 @@ struct Prediction {
   double step_time = 0;
   Breakdown breakdown;                        // mean over the ranks of a pipeline
   std::vector<std::vector<Traffic>> traffic;  // of a rank of each
-  std::vector<Memory> memory;                 // likewise
-  std::vector<StageTimes> stages;             // of one microbatch
-  double send = 0;                            // seconds of a message
+  // Likewise; of each rank of tp where their shares or devices differ
+  std::vector<std::vector<Memory>> memory;
+  std::vector<StageTimes> stages;  // of one microbatch
+  double send = 0;                 // seconds of a message
 };
 
 // Returns the lists of a schedule
@@ -44,13 +45,20 @@ using Schedules = std::function<std::shared_ptr<const Schedule>(
 // Of one workload on one machine; keeps what several layouts share.
 class Planner {
  public:
-  Planner(Workload workload, Machine machine, int64_t global_batch, Schedules schedules);
+  // One machine, or that of each rank of tp, which then must be as many; they differ in the device
+  Planner(Workload workload, std::vector<Machine> machines, int64_t global_batch,
+          Schedules schedules);
 
   Prediction predict(const Layout& layout);
 
   // For the search: no layout is faster than its bound, which takes no simulation
   double bound(const Layout& layout);
-  double largest_peak(const Layout& layout);
+  struct Need {
+    double peak = 0, most = 0;  // of the rank that lacks most, and of the one that needs most
+    bool fits = true;
+    int64_t rank = 0;  // of tp, that lacks most
+  };
+  Need need(const Layout& layout);
 
  private:
   struct Layers {
@@ -64,24 +72,37 @@ class Planner {
     // What the collectives of ZeRO 2 and 3 add to the passes of a microbatch
     double forward_gathers = 0, backward_gathers = 0;
   };
+  // Of each rank of tp that differs, and of the slowest of each layer
+  struct Ranks {
+    std::vector<Layers> of;
+    Layers slowest;
+  };
   // A step of fewer microbatches, and the one after which all further ones are alike
   struct Sample {
     std::shared_ptr<const Schedule> schedule, longer;
     double further = 0;  // number of differences between them in the step
   };
 
-  const Layers& layers(const Layout& layout);
+  const Ranks& layers(const Layout& layout);
+  Layers layers_of(const Layout& layout, const Machine& machine) const;
+  const Machine& machine_of(size_t rank) const { return machines_[rank % machines_.size()]; }
+  // All ranks wait for the slowest
   std::vector<Stage> stages(const Layout& layout);
-  void add_gathers(const Layout& layout, const Layers& layers, Stage& stage) const;
+  std::vector<Stage> stages(const Layout& layout, const Layers& priced, const Machine& machine);
+  void add_gathers(const Layout& layout, const Layers& layers, const Machine& machine,
+                   Stage& stage) const;
   const Sample& sample(const Layout& layout);
   static std::vector<std::vector<int64_t>> stages_of_ranks(const Layout& layout);
-  std::vector<Memory> memory(const Layout& layout, const std::vector<Stage>& stages);
+  std::vector<Memory> memory(const Layout& layout, const std::vector<Stage>& stages,
+                             const Layers& priced);
   // What the data axes cost a rank after its last backward; adds its collectives to the rows
   double data_time(const Layout& layout, const std::vector<Stage>& stages,
-                   const std::vector<int64_t>& own, std::vector<Traffic>* rows);
-  double optimizer_time(const Layout& layout, const Memory& memory, double tensors) const;
+                   const std::vector<int64_t>& own, const Layers& kinds, const Machine& machine,
+                   std::vector<Traffic>& rows) const;
+  static double optimizer_time(const Layout& layout, const Memory& memory, double tensors,
+                               const Machine& machine);
   std::pair<double, double> parameters(const std::vector<Stage>& stages,
-                                       const std::vector<int64_t>& own, int64_t tp) const;
+                                       const std::vector<int64_t>& own, const Layout& layout) const;
   static std::pair<double, double> by_group(const Layout& layout, double dense, double experts);
   // Parameters of which FSDP2 gathers and shards the rows, with its padding
   std::pair<double, double> padded(const Layout& layout, const Costs& costs) const;
@@ -89,10 +110,13 @@ class Planner {
   double message_bytes(const Layout& layout) const;
 
   Workload workload_;
-  Machine machine_;
+  std::vector<Machine> machines_;
+  Machine machine_;  // the first
   int64_t global_batch_;
   Schedules schedules_;
-  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, Recompute, bool>, Layers>
+  std::map<std::tuple<int64_t, int64_t, int64_t, int64_t, bool, bool, Recompute, bool,
+                      std::vector<double>>,
+           Ranks>
       layers_;
   std::map<int64_t, std::vector<int64_t>> splits_;
   std::map<std::tuple<std::string, int64_t, int64_t, int64_t>, Sample> samples_;

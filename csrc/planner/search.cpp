@@ -85,22 +85,23 @@ std::vector<Layout> legal_layouts(const Space& space, const Workload& workload, 
   return found;
 }
 
-Found search(const Space& space, const Workload& workload, const Machine& machine,
+Found search(const Space& space, const Workload& workload, const std::vector<Machine>& machines,
              int64_t global_batch, const Schedules& schedules, bool by_memory, int64_t top,
              int64_t most_rejected) {
-  Planner planner(workload, machine, global_batch, schedules);
-  const auto layouts = legal_layouts(space, workload, machine.count, global_batch);
+  Planner planner(workload, machines, global_batch, schedules);
+  const auto layouts = legal_layouts(space, workload, machines.at(0).count, global_batch);
   struct Candidate {
     double bound, peak;
     const Layout* layout;
+    int64_t rank = 0;
   };
   std::vector<Candidate> fitting, rejected;
   for (const Layout& layout : layouts) {
-    const double peak = planner.largest_peak(layout);
-    if (peak > machine.memory)
-      rejected.push_back({0, peak, &layout});
+    const Planner::Need need = planner.need(layout);
+    if (!need.fits)
+      rejected.push_back({0, need.peak, &layout, need.rank});
     else
-      fitting.push_back({by_memory ? peak : planner.bound(layout), peak, &layout});
+      fitting.push_back({by_memory ? need.most : planner.bound(layout), need.most, &layout});
   }
   Found found;
   found.count = int64_t(layouts.size());
@@ -109,7 +110,7 @@ Found search(const Space& space, const Workload& workload, const Machine& machin
   };
   std::stable_sort(rejected.begin(), rejected.end(), nearest);
   for (size_t i = 0; i < std::min(rejected.size(), size_t(most_rejected)); ++i)
-    found.rejected.push_back({*rejected[i].layout, rejected[i].peak});
+    found.rejected.push_back({*rejected[i].layout, rejected[i].peak, rejected[i].rank});
 
   std::stable_sort(fitting.begin(), fitting.end(),
                    [](const auto& one, const auto& other) { return one.bound < other.bound; });

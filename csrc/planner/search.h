@@ -25,6 +25,7 @@ std::vector<Layout> legal_layouts(const Space& space, const Workload& workload, 
 struct Rejected {
   Layout layout;
   double peak;
+  int64_t rank;  // of tp, that lacks most
 };
 
 struct Found {
@@ -33,7 +34,7 @@ struct Found {
   int64_t count = 0;
 };
 
-Found search(const Space& space, const Workload& workload, const Machine& machine,
+Found search(const Space& space, const Workload& workload, const std::vector<Machine>& machines,
              int64_t global_batch, const Schedules& schedules, bool by_memory, int64_t top,
              int64_t most_rejected);
 

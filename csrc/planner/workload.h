@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -60,6 +62,19 @@ struct Layout {
   double element = 2;      // bytes of an activation
   bool quantized = false;  // the blocks' GEMMs read and write another dtype than activations have
   double param_bytes = 4, grad_bytes = 4, state_bytes = 8;
+
+  // Of tp_ext.shares: weights, how many of n units each rank of tp has, and the rank that is priced
+  std::vector<double> shares;
+  std::function<std::vector<int64_t>(int64_t)> cut;
+  int64_t rank = 0;
+
+  // Units of n; without shares those of the rank that has most
+  int64_t share(int64_t n) const { return cut ? cut(n)[rank] : (n + tp - 1) / tp; }
+  int64_t longest(int64_t n) const {
+    if (!cut) return (n + tp - 1) / tp;
+    const auto sizes = cut(n);
+    return *std::max_element(sizes.begin(), sizes.end());
+  }
 
   int64_t ranks() const { return pp * dp * ep * cp * tp; }
   int64_t shards() const { return dp * ep * cp; }

@@ -69,9 +69,13 @@ py::list rows_of(const Prediction& prediction) {
 
 py::list memory_of(const Prediction& prediction) {
   py::list ranks;
-  for (const Memory& one : prediction.memory)
-    ranks.append(py::make_tuple(one.parameters, one.gradients, one.states, one.activations,
-                                one.buffers, one.logits, one.peak));
+  for (const auto& of_stage : prediction.memory) {
+    py::list rows;
+    for (const Memory& one : of_stage)
+      rows.append(py::make_tuple(one.parameters, one.gradients, one.states, one.activations,
+                                 one.buffers, one.logits, one.peak));
+    ranks.append(rows);
+  }
   return ranks;
 }
 
@@ -202,7 +206,9 @@ void bind_layouts(py::module_& m) {
       .def_readwrite("quantized", &Layout::quantized)
       .def_readwrite("param_bytes", &Layout::param_bytes)
       .def_readwrite("grad_bytes", &Layout::grad_bytes)
-      .def_readwrite("state_bytes", &Layout::state_bytes);
+      .def_readwrite("state_bytes", &Layout::state_bytes)
+      .def_readwrite("shares", &Layout::shares)
+      .def_readwrite("cut", &Layout::cut);
   py::class_<Space>(m, "Space")
       .def(py::init<>())
       .def_readwrite("pp", &Space::pp)
@@ -220,7 +226,8 @@ void bind_layouts(py::module_& m) {
       .def_readwrite("base", &Space::base);
   py::class_<Rejected>(m, "Rejected")
       .def_readonly("layout", &Rejected::layout)
-      .def_readonly("peak", &Rejected::peak);
+      .def_readonly("peak", &Rejected::peak)
+      .def_readonly("rank", &Rejected::rank);
   py::class_<Found>(m, "Found")
       .def_readonly("best", &Found::best)
       .def_readonly("rejected", &Found::rejected)
@@ -247,7 +254,7 @@ void bind(py::module_& parent) {
       .def_property_readonly("memory", &memory_of)
       .def_property_readonly("stages", &stages_of);
   py::class_<Planner>(m, "Planner")
-      .def(py::init<Workload, Machine, int64_t, Schedules>())
+      .def(py::init<Workload, std::vector<Machine>, int64_t, Schedules>())
       .def("predict", &Planner::predict)
       .def("bound", &Planner::bound);
   m.def("legal_layouts", &legal_layouts);

@@ -127,7 +127,7 @@ def _table(workload: Workload, layouts: Found, stages: bool) -> str:
 
 
 def _line(prediction: Prediction) -> str:
-    peak = max(memory.peak for memory in prediction.memory) / GIB
+    peak = max(memory.peak for stage in prediction.memory_of_ranks for memory in stage) / GIB
     bubble = prediction.breakdown["bubble"] / prediction.step_time
     return (
         f"{prediction.step_time:10.4g} {prediction.tokens_per_second:12,.0f} {prediction.mfu:6.1%} {peak:6.1f} "
@@ -143,7 +143,7 @@ def _json(layouts: Found) -> str:
             "tokens_per_second": prediction.tokens_per_second,
             "mfu": prediction.mfu,
             "breakdown": prediction.breakdown,
-            "memory": [memory._asdict() for memory in prediction.memory],
+            "memory": [memory._asdict() for stage in prediction.memory_of_ranks for memory in stage],
         }
         for prediction in layouts
     ]

@@ -1,6 +1,7 @@
 """The values of the planner as those of the library, which predicts and searches."""
 
 import functools
+from fractions import Fraction
 from typing import Any
 
 from tp_ext._build import load
@@ -8,6 +9,7 @@ from tp_ext.planner.actions import library_schedule
 from tp_ext.planner.layout import STORED, Layout
 from tp_ext.planner.machine import Cluster
 from tp_ext.planner.workload import Op, Workload
+from tp_ext.share_sizes import Weights, split_sizes
 
 _SAME = ("pp", "dp", "ep", "cp", "tp", "virtual", "micro_batch", "zero", "sequence_parallel", "offload", "overlap_tp")
 _EVERYWHERE = 2**62
@@ -49,6 +51,11 @@ def machine_of(cluster: Cluster, dtype: str) -> Any:
     return machine
 
 
+def machines_of(cluster: Cluster, dtype: str) -> list[Any]:
+    """Returns the machine as each rank of tp has it; one if they are alike."""
+    return [machine_of(of_rank, dtype) for of_rank in cluster.of_ranks]
+
+
 @functools.lru_cache(maxsize=256)
 def workload_of(workload: Workload) -> Any:
     """Returns the workload."""
@@ -78,13 +85,19 @@ def layout_of(layout: Layout) -> Any:
     setting.quantized = layout.dtype not in STORED
     setting.param_bytes, setting.grad_bytes = STORED[layout.param_dtype], STORED[layout.grad_dtype]
     setting.state_bytes = 8 if layout.param_dtype == "fp32" else 12  # with master weights
+    if layout.shares and len(set(layout.shares)) > 1:
+        exact = [Fraction(weight) for weight in layout.shares]
+        setting.shares = [float(weight / sum(exact)) for weight in exact]
+        setting.cut = functools.partial(split_sizes, p=layout.tp, weights=layout.shares)
     return setting
 
 
 @functools.lru_cache(maxsize=256)
 def planner_of(workload: Workload, cluster: Cluster, dtypes: tuple[str, str, str], global_batch: int) -> Any:
     """Returns the predictor of the layouts of one dtype, which keeps what they share."""
-    return load().planner.Planner(workload_of(workload), machine_of(cluster, dtypes[0]), global_batch, library_schedule)
+    return load().planner.Planner(
+        workload_of(workload), machines_of(cluster, dtypes[0]), global_batch, library_schedule
+    )
 
 
 def dtypes_of(layout: Layout) -> tuple[str, str, str]:
@@ -92,8 +105,8 @@ def dtypes_of(layout: Layout) -> tuple[str, str, str]:
     return layout.dtype, layout.param_dtype, layout.grad_dtype
 
 
-def layout_from(setting: Any, dtypes: tuple[str, str, str]) -> Layout:
-    """Returns the layout of one of the library."""
+def layout_from(setting: Any, dtypes: tuple[str, str, str], shares: Weights | None = None) -> Layout:
+    """Returns the layout of one of the library, which does not keep dtypes and shares as they were given."""
     recompute = setting.recompute.name
     return Layout(
         **{name: getattr(setting, name) for name in _SAME},
@@ -102,4 +115,5 @@ def layout_from(setting: Any, dtypes: tuple[str, str, str]) -> Layout:
         dtype=dtypes[0],
         param_dtype=dtypes[1],
         grad_dtype=dtypes[2],
+        shares=shares,
     )

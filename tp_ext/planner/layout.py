@@ -12,10 +12,22 @@ from tp_ext.mesh import AXES, init_mesh
 from tp_ext.parallel.schedules import SCHEDULES, check_schedule
 from tp_ext.planner.machine import CLASSES
 from tp_ext.planner.values import Value
+from tp_ext.share_sizes import Weights, checked_weights
 
 RECOMPUTE = (None, "selective", "full", "attention", "half")
 STORED = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of an element of parameters and gradients."""
+
+
+def shares_of_ranks(shares: Any, tp: int) -> Weights:
+    """Returns the shares of the ranks of tp, or raises as :func:`tp_ext.shares`."""
+    try:
+        weights = checked_weights(shares)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("weights", "shares", 1)) from None
+    if len(weights) != tp:
+        raise ValueError(f"shares: {list(weights)} must be one weight for each rank, tp = {tp}")
+    return weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +46,7 @@ class Layout(Value):
             again (torchtitan's selective checkpointing per operator).
         offload: the states of the optimizer are in the host's memory, where it runs. overlap_tp: collectives of tp run
             next to their GEMMs, in chunks.
+        shares: of :func:`tp_ext.shares`, a weight for each rank of tp; None: equal ones.
         dtype: of the GEMMs of blocks: ``fp32``, ``fp16``, ``bf16``, ``fp8``, ``mxfp8``, ``nvfp4``; attention and head
             of the last three are in bf16. param_dtype, grad_dtype: of parameters and of their gradients.
     """
@@ -54,6 +67,7 @@ class Layout(Value):
     dtype: str = "bf16"
     param_dtype: str = "fp32"
     grad_dtype: str = "fp32"
+    shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_int(least=1, pp=self.pp, ep=self.ep, cp=self.cp, tp=self.tp, virtual=self.virtual)
@@ -65,6 +79,8 @@ class Layout(Value):
         check_choice(RECOMPUTE, recompute=self.recompute)
         check_choice(CLASSES, dtype=self.dtype)
         check_choice(STORED, param_dtype=self.param_dtype, grad_dtype=self.grad_dtype)
+        if self.shares is not None:
+            self._set("shares", shares_of_ranks(self.shares, self.tp))
         known = SCHEDULES[self.torch_schedule]
         if self.virtual > 1 and self.pp == 1:
             raise ValueError(f"virtual: {self.virtual} must be 1 without a pipeline, pp = 1")

@@ -172,20 +172,26 @@ class Cluster(Value):
     """Devices and the levels of links between them, the innermost first; the last one holds all devices.
 
     Attributes:
+        device, count: the devices, and their number.
+        devices: in place of ``device``: those of the ranks of a tensor-parallel group, as many as ``Layout.tp``; then
+            ``device`` is the first of them, and ``count``, their number by default, a multiple of it.
         constants: factors by name, of :func:`calibrate`: ``gemm_<dtype>``, ``attention``, ``memory`` of the speed of
             kernels, ``inner`` and ``outer`` of the bandwidth of the first and the other levels, ``gather`` of that of
             the collectives of ZeRO 2 and 3. Those that are not there are 1.
         fit_error, cross_error: of :func:`calibrate`, relative; None without.
     """
 
-    device: Device
-    count: int
-    links: tuple[Link, ...]
+    device: Device = None  # type: ignore[assignment]  # set by devices
+    count: int = 0
+    links: tuple[Link, ...] = ()
     constants: Mapping[str, float] = field(default_factory=FixedDict)
     fit_error: float | None = None
     cross_error: float | None = None
+    devices: tuple[Device, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.devices is not None:
+            self._take_devices(self.devices)
         if not isinstance(self.device, Device):
             raise TypeError(f"device: {self.device!r} must be a Device")
         check_int(least=1, count=self.count)
@@ -202,6 +208,23 @@ class Cluster(Value):
         check_number(least=0, or_none=True, fit_error=self.fit_error, cross_error=self.cross_error)
         self._set("links", tuple(links))
         self._set("constants", FixedDict(self.constants))
+
+    def _take_devices(self, devices: Any) -> None:
+        if not isinstance(devices, Sequence) or not devices or not all(isinstance(each, Device) for each in devices):
+            raise TypeError(f"devices: {devices!r} must be a list of at least one Device")
+        if self.device not in (None, devices[0]):
+            raise ValueError(f"device: {self.device!r} must not be given with devices")
+        if isinstance(self.count, int) and self.count % len(devices):
+            raise ValueError(f"count: {self.count} must be a multiple of the number of devices, {len(devices)}")
+        self._set("devices", tuple(devices))
+        self._set("device", devices[0])
+        self._set("count", self.count or len(devices))
+
+    @property
+    def of_ranks(self) -> tuple["Cluster", ...]:
+        """The cluster as each rank of a tensor-parallel group has it, with one device; one of all if they are alike."""
+        kinds = self.devices if self.devices and len(set(self.devices)) > 1 else (self.device,)
+        return tuple(dataclasses.replace(self, device=kind, devices=None) for kind in kinds)
 
     def with_constants(self, constants: Mapping[str, float]) -> "Cluster":
         """Returns the cluster with other factors."""

@@ -61,7 +61,8 @@ class Prediction:
     Attributes:
         workload, layout, global_batch: what was predicted, with ``dp`` resolved. cluster: on what.
         step_time: seconds. breakdown: seconds by cause, mean over the ranks of a pipeline; their sum is the step time.
-        collectives, memory: of each index along pp, those of one rank.
+        collectives, memory: of each index along pp, those of one rank; where shares or devices of the ranks of tp
+            differ, the memory of each of them, and the collectives of the slowest.
         stages: seconds of forward, input gradient and weight gradient of one microbatch in each stage. send: seconds
             of a message between stages.
     """
@@ -73,7 +74,7 @@ class Prediction:
     step_time: float
     breakdown: dict[str, float]
     collectives: tuple[tuple[CollectiveRow, ...], ...]
-    memory: tuple[StageMemory, ...]
+    memory: tuple[StageMemory | tuple[StageMemory, ...], ...]
     stages: tuple[tuple[float, float, float], ...]
     send: float
 
@@ -84,7 +85,8 @@ class Prediction:
     def mfu(self) -> float:
         """The FLOPs of the model by those of all devices at the peak of the layout's dtype in the step."""
         flops = self.workload.flops(self.global_batch * self.workload.seq)
-        return flops / (self.step_time * self.layout.ranks * self.cluster.device.flops(self.layout.dtype))
+        peaks = [of_rank.device.flops(self.layout.dtype) for of_rank in self.cluster.of_ranks]
+        return flops / (self.step_time * self.layout.ranks * sum(peaks) / len(peaks))
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,14 +95,32 @@ class Prediction:
 
     @property
     def shortfall(self) -> float:
-        """Bytes that the stage with the largest peak lacks; 0 if it fits."""
-        limit = self.cluster.device.memory - self.cluster.device.reserve
-        return max(0.0, max(memory.peak for memory in self.memory) - limit)
+        """Bytes that the rank lacks that lacks most; 0 if it fits."""
+        return max(0.0, self._short[0])
 
     @property
     def fits(self) -> bool:
-        """True if the peak of every stage is at most the memory of a device minus its reserve."""
+        """True if the peak of every rank is at most the memory of its device minus its reserve."""
         return self.shortfall == 0
+
+    @property
+    def memory_of_ranks(self) -> tuple[tuple[StageMemory, ...], ...]:
+        """``memory`` by stage and by rank of tp, also where these are alike and have one."""
+        return tuple((stage,) if isinstance(stage, StageMemory) else stage for stage in self.memory)
+
+    @property
+    def _short(self) -> tuple[float, int, int]:
+        """Bytes that a rank lacks, below 0 if it has some left, the stage and the rank: of the one that lacks most."""
+        devices = [of_rank.device for of_rank in self.cluster.of_ranks]
+        limits = [device.memory - device.reserve for device in devices]
+        return max(
+            (
+                (memory.peak - limits[rank % len(limits)], stage, rank)
+                for stage, ranks in enumerate(self.memory_of_ranks)
+                for rank, memory in enumerate(ranks)
+            ),
+            key=lambda row: row[0],
+        )
 
     def timeline(self) -> Timeline:
         """Returns the simulated passes of the step, a row for each index along pp."""
@@ -141,27 +161,32 @@ class Prediction:
 
     def __str__(self) -> str:
         state = "fits" if self.fits else self.why()
+        names = " / ".join(dict.fromkeys(of_rank.device.name for of_rank in self.cluster.of_ranks))
         lines = [
-            f"{self.workload.name} on {self.layout.ranks} {self.cluster.device.name}, {self.layout}: "
+            f"{self.workload.name} on {self.layout.ranks} {names}, {self.layout}: "
             f"{self.step_time:.4g} s a step, {self.tokens_per_second / self.layout.ranks:,.0f} tokens a second and "
             f"device, MFU {self.mfu:.1%}, {state}",
             "  ".join(f"{name} {seconds / self.step_time:.1%}" for name, seconds in self.breakdown.items() if seconds),
             "stage " + " ".join(f"{name:>12}" for name in StageMemory._fields) + "   GiB",
         ]
-        for index, memory in enumerate(self.memory):
-            lines.append(f"{index:5} " + " ".join(f"{size / GIB:12.2f}" for size in memory))
+        for index, ranks in enumerate(self.memory_of_ranks):
+            for rank, memory in enumerate(ranks):
+                label = f"{index}" if len(ranks) == 1 else f"{index}.{rank}"
+                lines.append(f"{label:>5} " + " ".join(f"{size / GIB:12.2f}" for size in memory))
         return "\n".join(lines)
 
     __repr__ = __str__
 
     def why(self) -> str:
-        """Returns why it does not fit: ``"short by 12.4 GiB on stage 0: activations 31.2, states 40.1, .."``."""
+        """Returns why it does not fit: ``"short by 12.4 GiB on stage 0: activations 31.2, states 40.1, .."``, with the
+        rank of tp where these differ."""
         if self.fits:
             return "fits"
-        index = max(range(len(self.memory)), key=lambda i: self.memory[i].peak)
-        sizes = sorted(self.memory[index]._asdict().items(), key=lambda item: -item[1])
+        _, index, rank = self._short
+        ranks = self.memory_of_ranks[index]
+        sizes = sorted(ranks[rank]._asdict().items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes if name != "peak" and size)
-        return f"short by {self.shortfall / GIB:.1f} GiB on stage {index}: {parts}"
+        return f"short by {self.shortfall / GIB:.1f} GiB on stage {index}{f', rank {rank}' * (len(ranks) > 1)}: {parts}"
 
 
 def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_batch: int) -> Layout:
@@ -180,7 +205,10 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
         if not isinstance(value, kind):
             raise TypeError(f"{name}: {type(value).__name__} must be a {kind.__name__}")
     check_int(least=1, global_batch=global_batch)
-    cluster.device.flops(layout.dtype)
+    for of_rank in cluster.of_ranks:
+        of_rank.device.flops(layout.dtype)
+    if cluster.devices and layout.tp != len(cluster.devices):
+        raise ValueError(f"tp: {layout.tp} must be the number of devices of the cluster, {len(cluster.devices)}")
     layout = layout.resolve(cluster.count)
     assert layout.dp is not None
     limits = {
@@ -196,6 +224,12 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
             raise ValueError(f"{name}: {value} must be at most {what}, {limit}")
     if 0 < workload.kv_heads < layout.tp and layout.tp % workload.kv_heads:
         raise ValueError(f"tp: {layout.tp} must be a multiple of kv_heads, {workload.kv_heads}, which are fewer")
+    if layout.shares and len(set(layout.shares)) > 1:
+        for name, value in (("cp", layout.cp), ("ep", layout.ep)):
+            if value > 1:
+                raise ValueError(f"{name}: {value} must be 1 with unequal shares")
+        if 0 < workload.kv_heads < layout.tp:
+            raise ValueError(f"kv_heads: {workload.kv_heads} must be at least tp, {layout.tp}, with unequal shares")
     if layout.pp > 1:
         schedule = SCHEDULES[layout.torch_schedule]
         stages = layout.pp * layout.virtual
@@ -239,7 +273,10 @@ def prediction_of(result: Any, workload: Workload, cluster: Cluster, layout: Lay
         step_time=result.step_time,
         breakdown=result.breakdown,
         collectives=tuple(tuple(CollectiveRow(*row) for row in rows) for rows in result.collectives),
-        memory=tuple(StageMemory(*stage) for stage in result.memory),
+        memory=tuple(
+            StageMemory(*ranks[0]) if len(ranks) == 1 else tuple(StageMemory(*rank) for rank in ranks)
+            for ranks in result.memory
+        ),
         stages=tuple(result.stages),
         send=result.send,
     )

@@ -1,24 +1,28 @@
 """The search for the fastest layout that fits, or the one that needs least memory."""
 
+import dataclasses
 import itertools
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from tp_ext._build import load
 from tp_ext._checks import check_choice, check_int
 from tp_ext.parallel.schedules import SCHEDULES
 from tp_ext.planner.actions import library_schedule
-from tp_ext.planner.core import layout_from, layout_of, machine_of, workload_of
-from tp_ext.planner.layout import Layout
+from tp_ext.planner.core import layout_from, layout_of, machines_of, workload_of
+from tp_ext.planner.layout import Layout, shares_of_ranks
 from tp_ext.planner.machine import Cluster
 from tp_ext.planner.prediction import GIB, Prediction, prediction_of
 from tp_ext.planner.workload import Workload
+from tp_ext.share_sizes import Weights
 
 _SEARCHED = ("pp", "dp", "ep", "cp", "tp", "micro_batch", "zero", "sequence_parallel", "offload", "overlap_tp")
 _MAX_REJECTED = 1000
 _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2))
 _LARGEST_MICRO_BATCH = 16
+_STEPS = 8  # from shares by the devices' speed to shares by their memory
+_Dtypes = tuple[str, str, str]
 
 
 class Found(list[Prediction]):
@@ -47,7 +51,7 @@ class _LayoutSearch:
 
     def __init__(self, workload: Workload, cluster: Cluster, global_batch: int, fixed: Mapping[str, Any]) -> None:
         self.workload, self.cluster, self.global_batch = workload, cluster, global_batch
-        names = {field.name for field in fields(Layout)}
+        names = {field.name for field in dataclasses.fields(Layout)}
         self.values: dict[str, list[Any]] = {}
         for name, value in fixed.items():
             if name not in names:
@@ -55,13 +59,20 @@ class _LayoutSearch:
             values = list(value) if isinstance(value, list | tuple | set | range) else [value]
             if not values:
                 raise ValueError(f"fixed: {name!r} must have at least one value")
+            if name == "shares":
+                self.values[name] = _fixed_shares(values)
+                continue
             for value in values:  # each value by itself
                 if name not in ("virtual", "schedule"):
                     Layout(**{name: value})
             self.values[name] = list(dict.fromkeys(values))
         divisors = _divisors(cluster.count)
         self.values.setdefault("pp", [size for size in divisors if size <= workload.layers])
-        self.values.setdefault("tp", [size for size in divisors if size <= max(1, workload.heads)])
+        ranks = [len(cluster.devices)] if cluster.devices else divisors
+        self.values.setdefault("tp", [size for size in ranks if size <= max(1, workload.heads)])
+        for size in self.values["tp"]:
+            if cluster.devices and size not in ranks:
+                raise ValueError(f"fixed: tp {size} must be the number of devices of the cluster, {ranks[0]}")
         self.values.setdefault("cp", [size for size in divisors if size <= workload.seq])
         self.values.setdefault("ep", [size for size in divisors if size <= max(1, workload.experts)])
         self.values.setdefault("micro_batch", _micro_batches(global_batch))
@@ -75,23 +86,36 @@ class _LayoutSearch:
                 *(self.values.get(n, [getattr(defaults, n)]) for n in ("dtype", "param_dtype", "grad_dtype"))
             )
         )
-        for dtype, _, _ in self.dtypes:
-            cluster.device.flops(dtype)
+        for (dtype, _, _), of_rank in itertools.product(self.dtypes, cluster.of_ranks):
+            of_rank.device.flops(dtype)
         if None in self.values.get("dp", []):  # what remains is any
             del self.values["dp"]
 
-    def spaces(self) -> Iterator[tuple[tuple[str, str, str], Any]]:
-        """Yields the spaces of the library, one for each dtype."""
+    def spaces(self) -> Iterator[tuple[_Dtypes, Weights | None, Any]]:
+        """Yields the spaces of the library, one for each dtype and shares."""
         planner = load().planner
         for dtypes in self.dtypes:
-            space = planner.Space()
-            for name in _SEARCHED:
-                setattr(space, name, self.values.get(name, []))
-            space.recompute = [getattr(planner.Recompute, mode or "none") for mode in self.values["recompute"]]
-            space.schedules = self._schedules()
-            dtype, param_dtype, grad_dtype = dtypes
-            space.base = layout_of(Layout(dp=1, dtype=dtype, param_dtype=param_dtype, grad_dtype=grad_dtype))
-            yield dtypes, space
+            for shares in self.values.get("shares") or _shares_of_devices(self.cluster, dtypes[0]):
+                space = planner.Space()
+                for name in _SEARCHED:
+                    setattr(space, name, self.values.get(name, []))
+                if shares is not None:
+                    self._restrict(space, shares)
+                self._fill(space, dtypes, shares)
+                yield dtypes, shares, space
+
+    def _restrict(self, space: Any, shares: Weights) -> None:
+        """Leaves what unequal shares have: tp of their number, and no cp and ep (see ``check_layout``)."""
+        fewest = self.workload.kv_heads or len(shares)
+        space.tp = [size for size in space.tp if size == len(shares) <= fewest]
+        space.cp, space.ep = ([size for size in sizes if size == 1] for sizes in (space.cp, space.ep))
+
+    def _fill(self, space: Any, dtypes: _Dtypes, shares: Weights | None) -> None:
+        planner = load().planner
+        space.recompute = [getattr(planner.Recompute, mode or "none") for mode in self.values["recompute"]]
+        space.schedules = self._schedules()
+        base = Layout(dp=1, dtype=dtypes[0], param_dtype=dtypes[1], grad_dtype=dtypes[2])
+        space.base = layout_of(base if shares is None else dataclasses.replace(base, tp=len(shares), shares=shares))
 
     def _schedules(self) -> list[tuple[str, int]]:
         """Returns the schedules with their numbers of stages, first one that a single stage takes, too."""
@@ -110,11 +134,40 @@ class _LayoutSearch:
 
     def layouts(self) -> Iterator[Layout]:
         """Yields the legal layouts."""
-        for dtypes, space in self.spaces():
+        for dtypes, shares, space in self.spaces():
             layouts = load().planner.legal_layouts(
                 space, workload_of(self.workload), self.cluster.count, self.global_batch
             )
-            yield from (layout_from(layout, dtypes) for layout in layouts)
+            yield from (layout_from(layout, dtypes, shares) for layout in layouts)
+
+
+def _fixed_shares(values: list[Any]) -> list[Weights | None]:
+    """Returns the shares that are searched over: a list of weights is a single value."""
+    given = [values] if any(isinstance(value, numbers.Real) for value in values) else values
+    checked = (None if shares is None else shares_of_ranks(shares, len(shares)) for shares in given)
+    return list(dict.fromkeys(checked))
+
+
+def _shares_of_devices(cluster: Cluster, dtype: str) -> list[Weights | None]:
+    """Returns the shares that may be best for unlike devices: equal ones, those by the speed of the devices, from there
+    to those by their memory in equal steps, and by the speed of the fastest of them alone."""
+    devices = [of_rank.device for of_rank in cluster.of_ranks]
+    if len(devices) == 1:
+        return [None]
+
+    def parts(values: list[float]) -> list[float]:
+        return [value / sum(values) for value in values]
+
+    capacity = parts([device.memory - device.reserve for device in devices])
+    found: list[Weights | None] = [None]
+    for kind in ([device.flops(dtype) for device in devices], [device.memory_bandwidth for device in devices]):
+        speed = parts(kind)
+        for step in range(_STEPS + 1):
+            blend = zip(speed, capacity, strict=True)
+            found.append(tuple(round(a + (b - a) * step / _STEPS, 4) for a, b in blend))
+        for least in sorted(set(speed))[1:]:
+            found.append(tuple(round(value, 4) if value >= least else 0.0 for value in speed))
+    return [shares for shares in dict.fromkeys(found) if shares is None or len(set(shares)) > 1]
 
 
 def _divisors(number: int) -> list[int]:
@@ -143,11 +196,15 @@ def search(
     ``recompute`` None, ``"selective"`` and ``"full"``; of the others their defaults. Ties go to the smaller peak, then
     to fewer ranks in tp, pp and cp.
 
+    Over a cluster of unlike ``devices`` tp is their number, and shares are searched over, too: equal ones, by the speed
+    of the devices, from there to those by their memory, and such that leave the slowest devices without work.
+
     A layout is simulated only if a lower bound of its time, that no rank is faster than all of its work, does not
     exceed the time of the last of the best.
 
     Args:
-        fixed: names of :class:`Layout` -> a value, or a list of values to search over.
+        fixed: names of :class:`Layout` -> a value, or a list of values to search over; of ``shares`` the weights, or
+            a list of such.
         objective: ``"step_time"`` or ``"memory"``, the largest peak of a rank.
         top: number of results.
 
@@ -165,14 +222,13 @@ def search(
         raise TypeError(f"fixed: {type(fixed).__name__} must be a dict of names of Layout")
     asked = _LayoutSearch(workload, cluster, global_batch, fixed or {})
     best: list[Prediction] = []
-    rejected: list[tuple[float, Layout]] = []
+    rejected: list[tuple[float, int, Layout]] = []
     count = 0
-    for dtypes, space in asked.spaces():
-        machine = machine_of(cluster, dtypes[0])
+    for dtypes, shares, space in asked.spaces():
         result = load().planner.search(
             space,
             workload_of(workload),
-            machine,
+            machines_of(cluster, dtypes[0]),
             global_batch,
             library_schedule,
             objective == "memory",
@@ -180,21 +236,32 @@ def search(
             _MAX_REJECTED,
         )
         best += [
-            prediction_of(candidate, workload, cluster, layout_from(candidate.layout, dtypes), global_batch)
+            prediction_of(candidate, workload, cluster, layout_from(candidate.layout, dtypes, shares), global_batch)
             for candidate in result.best
         ]
-        rejected += [(candidate.peak, layout_from(candidate.layout, dtypes)) for candidate in result.rejected]
+        rejected += [
+            (candidate.peak, candidate.rank, layout_from(candidate.layout, dtypes, shares))
+            for candidate in result.rejected
+        ]
         count += result.count
     best.sort(key=lambda prediction: _key(prediction, objective))
-    rejected.sort(key=lambda pair: pair[0])
-    # Of the whole memory, as it is sold: what a device keeps to itself is needed, too
-    device, kept = cluster.device.memory / GIB, cluster.device.reserve
-    nearest = rejected[:_MAX_REJECTED]
-    reasons = {layout: f"needs {(peak + kept) / GIB:.1f} GiB of {device:.0f}" for peak, layout in nearest}
+    devices = [of_rank.device for of_rank in cluster.of_ranks]
+
+    def lacking(row: tuple[float, int, Layout]) -> float:
+        device = devices[row[1] % len(devices)]
+        return row[0] + device.reserve - device.memory
+
+    rejected.sort(key=lacking)
+    reasons = {}
+    for peak, rank, layout in rejected[:_MAX_REJECTED]:
+        # Of the whole memory, as it is sold: what a device keeps to itself is needed, too
+        device = devices[rank % len(devices)]
+        reason = f"needs {(peak + device.reserve) / GIB:.1f} GiB of {device.memory / GIB:.0f}"
+        reasons[layout] = reason + f" on rank {rank}" * (len(devices) > 1)
     return Found(best[:top], reasons, count, asked)
 
 
 def _key(prediction: Prediction, objective: str) -> tuple[float, ...]:
-    peak, layout = max(memory.peak for memory in prediction.memory), prediction.layout
+    peak, layout = max(memory.peak for stage in prediction.memory_of_ranks for memory in stage), prediction.layout
     first = (prediction.step_time, peak) if objective == "step_time" else (peak, prediction.step_time)
     return (*first, layout.tp, layout.pp, layout.cp)
