@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tp_ext import optim as optim
     from tp_ext import planner as planner
     from tp_ext import refit as refit
-    from tp_ext import symmetric_memory as symmetric_memory
     from tp_ext.checkpoint.directory import load_checkpoint as load_checkpoint
     from tp_ext.checkpoint.directory import save_checkpoint as save_checkpoint
     from tp_ext.checkpoint.files.reader import CheckpointReader as CheckpointReader
@@ -164,7 +163,7 @@ _NAMES = {
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", "auto", "build_info", "debug", "lax", "low_precision", "optim", "planner"]
-__all__ += ["refit", "shm", "symmetric_memory", "verify"]
+__all__ += ["refit", "shm", "verify"]
 __all__ = sorted([*__all__, *_MODULES])
 
 

@@ -51,16 +51,9 @@ class ParallelGroup(NamedTuple):
         """The global ranks (:func:`global_ranks`)."""
         return global_ranks(self.name)
 
-    def plain(self) -> "ParallelGroup":
-        """Returns the group without the options in its name (:func:`group_name`)."""
-        return self.member(self.rank)
-
     def member(self, rank: int) -> "ParallelGroup":
-        """Returns the group as its member of this rank holds it, without options."""
+        """Returns the group as its member of this rank holds it."""
         return ParallelGroup(_key(self.torch_name, rank, self.size) if self.name else "", self.size, rank)
-
-    def __reduce__(self) -> tuple[type["ParallelGroup"], tuple[object, ...]]:
-        return ParallelGroup, tuple(self.plain())  # options belong to this process
 
     def __copy__(self) -> "ParallelGroup":
         return self
@@ -77,8 +70,7 @@ def group_name(group: Group) -> str:
     """Returns the group as operators take it: name, this rank and size, as in "0@1/4"; "" means no parallelism.
 
     Rank and size are part of it because compiled code depends on them, and the caches of ``torch.compile``, which the
-    ranks share, distinguish graphs by their contents. Numbers after the size are options: they ask for an alternative
-    to the group's backend (csrc/comm/alternative.h).
+    ranks share, distinguish graphs by their contents.
 
     Raises:
         TypeError: group is none of the accepted kinds, or this rank is not in it.
@@ -211,13 +203,13 @@ def _key(name: str, rank: int, size: int) -> str:
 def _parse(name: str) -> tuple[str, int, int]:
     """Returns the process group's name, the rank and the size of a name that :func:`group_name` returned."""
     bare, _, place = name.rpartition("@")
-    rank, size = place.split("/")[:2] if place else ("0", "1")
+    rank, size = place.split("/") if place else ("0", "1")
     return bare, int(rank), int(size)
 
 
 def _is_key(name: str) -> bool:
     tail = name.rpartition("@")[2]
-    return tail != name and "/" in tail and all(number.isdigit() for number in tail.split("/"))
+    return tail != name and tail.count("/") == 1 and all(number.isdigit() for number in tail.split("/"))
 
 
 def _rank_and_size(name: str) -> tuple[int, int]:

@@ -83,7 +83,6 @@ SUITE_OF_RANKS = [
     "tests/conformance/test_43_47_attention.py",
 ]
 NCCL_TESTS = ["tests/cuda/test_nccl_ranks.py", "tests/cuda/test_nccl.py"]
-SYMMETRIC_MEMORY = ["tests/test_symmetric_memory_cuda.py"]
 STAGES = {  # CUDA tests that are in none of them share the stage "kernels" of part 2
     "new kernels": Stage(
         1, [f"tests/kernels/test_{kernel}.py" for kernel in NEW if kernel != "block_attention"], "every_code"
@@ -98,10 +97,9 @@ STAGES = {  # CUDA tests that are in none of them share the stage "kernels" of p
         "family and relu",
     ),
     "NCCL ranks": Stage(1, NCCL_TESTS, "collectives", NCCL_RANKS),
-    "symmetric memory": Stage(1, SYMMETRIC_MEMORY, None, NCCL_RANKS),
     "execution": Stage(2, ["tests/cuda/test_execution.py"], "relu"),
     "large tensors": Stage(2, ["tests/cuda/test_large.py"], "bias_act"),
-    "ranks on one GPU": Stage(2, [*SUITE_OF_RANKS, *SYMMETRIC_MEMORY], "rms_norm"),  # gloo
+    "ranks on one GPU": Stage(2, SUITE_OF_RANKS, "rms_norm"),  # gloo
     "NCCL ranks, other backend": Stage(2, NCCL_TESTS, "collectives", OTHER_BACKEND),
     "NCCL ranks, all modules": Stage(2, SUITE_OF_RANKS, "rms_norm", NCCL_RANKS),
 }

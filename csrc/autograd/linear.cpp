@@ -27,7 +27,6 @@
 #include "autograd/linear_overlap.h"
 #include "autograd/main_grad.h"
 #include "autograd/split_backward.h"
-#include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "operators.h"
 #include "products.h"
@@ -106,8 +105,6 @@ struct ColumnLinear : Function<ColumnLinear> {
     if (!call.sequence_parallel) return products::linear(x, weight, bias);
     const std::string& group = call.group;
     const Split& tokens = call.tokens;
-    if (auto fused = comm::fused_all_gather_matmul(x, weight, true, group, tokens, false))
-      return bias.has_value() ? fused->y.add_(*bias) : fused->y;
     const auto chunks = chunks_of(x, tokens.total(), call.overlap_chunks);
     if (chunks > 1) return gather_linear(x, weight, bias, group, tokens, chunks);
     return products::linear(comm::all_gather(x, group, 0, tokens), weight, bias);
@@ -156,8 +153,6 @@ struct RowLinear : Function<RowLinear> {
   static Tensor summed(const Tensor& x, const Tensor& weight, const LinearCall& call) {
     const std::string& group = call.group;
     const Split& tokens = call.tokens;
-    if (call.sequence_parallel)
-      if (auto fused = comm::fused_matmul_reduce_scatter(x, weight, group, tokens)) return *fused;
     if (call.overlap_chunks > 1) {
       const auto rows = call.sequence_parallel ? tokens.total() : as_rows(x).sym_size(0);
       const auto chunks = chunks_of(x, rows, call.overlap_chunks);
@@ -195,13 +190,8 @@ struct RowLinear : Function<RowLinear> {
       dy = kept[0];
     } else if (s.sequence_parallel) {
       const auto chunks = wants_x ? chunks_of(dy, s.tokens.total(), s.overlap_chunks) : 1;
-      const bool needs_dy = wants_w || keeps_dy;
-      if (auto fused = wants_x ? comm::fused_all_gather_matmul(dy, s.weight, false, s.group,
-                                                               s.tokens, needs_dy)
-                               : std::nullopt)
-        std::tie(dx, dy) = std::pair(fused->y, fused->x);
-      else if (chunks > 1)
-        std::tie(dx, dy) = gather_mm(dy, s.weight, s.group, s.tokens, chunks, needs_dy);
+      if (chunks > 1)
+        std::tie(dx, dy) = gather_mm(dy, s.weight, s.group, s.tokens, chunks, wants_w || keeps_dy);
       else if (wants_x || wants_w)
         dy_full.emplace(comm::all_gather_async(dy, s.group, 0, s.tokens));
     }

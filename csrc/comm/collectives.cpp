@@ -8,7 +8,6 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "comm/alternative.h"
 #include "comm/broadcast.h"
 #include "comm/group_name.h"
 #include "comm/pack.h"
@@ -177,7 +176,6 @@ Tensor Pending::wait() {
 
 Tensor all_reduce(const Tensor& x, const std::string& group) {
   if (traced(x)) return all_reduce_fresh(x, group);
-  if (auto sum = alternative_all_reduce(x, group)) return *sum;
   BelowAutograd below;
   if (x.is_cpu() && !x.is_complex() && x.numel() > 0 && size(group) > 1) {
     const ProcessGroup of_ranks = resolve(group);
@@ -216,7 +214,6 @@ Tensor all_reduce_max(const Tensor& fresh, const std::string& group) {
 Tensor all_reduce_fresh(const Tensor& fresh, const std::string& group) {
   if (fresh.sym_numel() == 0 || size(group) == 1) return fresh;
   if (traced(fresh)) return functional_all_reduce(fresh, "sum", group);
-  if (auto sum = alternative_all_reduce(fresh, group)) return *sum;
   BelowAutograd below;
   Tensor x = fresh.contiguous();
   finish(issue_all_reduce(resolve(group), {x}, false, sum_in(Order::kAny)));

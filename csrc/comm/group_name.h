@@ -1,8 +1,7 @@
 // The name of a group, as operators get it; the only C++ file that takes it apart:
 //
-//   name                     of a process group; "" is no group
-//   name@rank/size           spares the lookup of rank and size
-//   name@rank/size/options   asks for an alternative to the backend (alternative.h)
+//   name             of a process group; "" is no group
+//   name@rank/size   spares the lookup of rank and size
 //
 // tp_ext/group.py writes it.
 
@@ -19,7 +18,7 @@ namespace tp_ext::comm {
 
 // Name, rank and size. Every collective parses them: copies nothing.
 struct GroupName {
-  std::string_view name, options;
+  std::string_view name;
   int64_t rank = -1, size = -1;  // -1: not given
 
   explicit GroupName(const std::string& group) : name(group) {
@@ -29,8 +28,7 @@ struct GroupName {
     const auto after_rank = std::from_chars(place, end, rank);
     TORCH_CHECK_VALUE(after_rank.ptr < end && *after_rank.ptr == '/', "group: '", group,
                       "' must be a name, or name@rank/size");
-    const char* const rest = std::from_chars(after_rank.ptr + 1, end, size).ptr;
-    if (rest < end) options = name.substr(rest + 1 - group.data());
+    std::from_chars(after_rank.ptr + 1, end, size);
     name = name.substr(0, at);
   }
 };

@@ -13,7 +13,6 @@
 
 #include "autograd/blocks.h"
 #include "autograd/weight_gather.h"
-#include "comm/alternative.h"
 #include "comm/collectives.h"
 #include "comm/counter.h"
 #include "launch_trial.h"
@@ -52,7 +51,6 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("group_size", &tp_ext::comm::size);
   m.def("group_rank", &tp_ext::comm::rank);
-  m.def("all_reduce_algorithm", &tp_ext::comm::all_reduce_algorithm);
   m.def("create_shm_backend", &tp_ext::shm::create_backend,
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("cpu_products", &tp_ext::products::describe);

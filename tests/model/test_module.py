@@ -17,9 +17,9 @@ def test_completion_shows_public_names():
     assert shown >= set(tp_ext.__all__) - {"__version__"}
     modules = {name for name in shown if isinstance(getattr(tp_ext, name), types.ModuleType)}
     public = {"auto", "debug", "group", "lax", "mesh", "optim", "parallel", "random", "regions", "sharding", "shm"}
-    public |= {"low_precision", "planner", "refit", "symmetric_memory"}
+    public |= {"low_precision", "planner", "refit"}
     assert public <= modules <= public | {"huggingface", "lightning", "megatron", "verify"}
-    assert {"debug", "shm", "symmetric_memory"} <= set(tp_ext.__all__)
+    assert {"debug", "shm"} <= set(tp_ext.__all__)
     assert shown - modules == set(tp_ext.__all__) - {"__version__"} - modules
 
 

@@ -86,14 +86,6 @@ REGIONS = [
         "debug/test_collective_counts.py::test_every_call_of_torch_distributed",
     ),
     _bug(
-        "two_shot_limit",
-        "comm/symmetric/symmetric_memory.cpp",
-        "two_shot && bytes <= limits.max_bytes",
-        "two_shot && bytes < limits.max_bytes",
-        "A tensor of exactly max_bytes goes to the backend.",
-        "test_symmetric_memory.py::test_algorithm_by_size_dtype_and_ranks",
-    ),
-    _bug(
         "replicas_not_summed",
         "autograd/kv_replicas.cpp",
         "full = comm::all_reduce_fresh(full, group);",

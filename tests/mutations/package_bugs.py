@@ -157,22 +157,6 @@ SHARED = [
         "The query heads of a group are taken for its key heads.",
         "test_megatron.py",
     ),
-    _bug(
-        "symmetric_memory_buffer_number",
-        "symmetric_memory.py",
-        "number = next(_numbers)",
-        "number = 0",
-        "Two groups of one name share a buffer.",
-        "test_symmetric_memory.py",
-    ),
-    _bug(
-        "symmetric_memory_options",
-        "symmetric_memory.py",
-        "if len({report.options for report in reports}) > 1:",
-        "if False:",
-        "Ranks with different limits choose different algorithms, and wait for one another.",
-        "test_symmetric_memory.py::test_ranks_must_agree_on_the_sizes",
-    ),
 ]
 
 LAYERS = [

@@ -322,14 +322,6 @@ AGREED = {
     "a sparse matrix of Muon": (_muon(_sparse_matrix), "sparse"),
     "an optimizer of prepare": (_prepared(foreign), "others: AdamW must be an optimizer of parameters of the model"),
     "a weight of prepare": (_prepared(lambda net, _: nn.init.zeros_(net[1].bias)), "'1.bias' must be the same"),
-    "symmetric memory": (
-        lambda g, bad: tp_ext.symmetric_memory.enable(g, max_bytes=2**20 + 16 * bad),
-        "must be the same on all ranks",
-    ),
-    "bad sizes of symmetric memory": (
-        lambda g, bad: tp_ext.symmetric_memory.enable(g, max_bytes=2**20 + bad),
-        "max_bytes: 1048577 must be a multiple",
-    ),
     "minutes of measure": (lambda g, bad: tp_ext.planner.measure(group=g, minutes=-1 if bad else 0.01), "minutes"),
     "an example of measure_shares": (
         lambda g, bad: tp_ext.planner.measure_shares(block(g), 3 if bad else (ones(2, 4),), g),

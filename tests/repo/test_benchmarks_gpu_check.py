@@ -197,7 +197,6 @@ def test_ranks_of_nccl_share_the_gpu_with_deadlines():
     shared = {name: stage for name, (stage, *_) in stages.items() if "NCCL_MULTI_RANK_GPU_ENABLE" in stage.environment}
     assert set(shared) == {
         "NCCL ranks",
-        "symmetric memory",
         "NCCL ranks, other backend",
         "NCCL ranks, all modules",
     }
@@ -237,11 +236,11 @@ def dry_run(folder, monkeypatch, *options):
 
 def test_a_dry_run_writes_every_field(tmp_path, monkeypatch):
     """The rows of a family that was measured on a GPU, and those of one that was not."""
-    stages = "^new|^NCCL ranks$|^symm|^benchmarks$|memcheck"
+    stages = "^new|^NCCL ranks$|^benchmarks$|memcheck"
     output, results = dry_run(tmp_path, monkeypatch, "--benchmarks", "rope|tree_total", "--stages", stages)
     assert set(results) == FIELDS | {"rows", "goals"} and results["gpu"] is None and results["cpu"]
     status = {command["stage"]: command["status"] for command in results["commands"]}
-    not_run = dict.fromkeys(["build", "memcheck", "symmetric memory"], "not run")
+    not_run = dict.fromkeys(["build", "memcheck"], "not run")
     assert status == not_run | dict.fromkeys(["new kernels", "NCCL ranks", "benchmarks"], "passed")
     assert all(
         command["passed"] > 0

@@ -8,7 +8,7 @@ from tests.repo import rows_of_files, rows_of_layers, rows_of_models
 from tests.repo import test_errors_on_one_rank as tables
 
 MODULES = ("auto", "debug", "elastic", "huggingface", "lightning", "low_precision", "optim", "parallel", "planner")
-MODULES += ("random", "refit", "symmetric_memory", "verify")
+MODULES += ("random", "refit", "verify")
 GROUPS = {"group", "mesh", "process_group", "data_groups", "data_group", "row_group"}
 
 
@@ -128,7 +128,6 @@ ROWS = {  # a row of each, some have more
     "save_safetensors": "max_shard_size of save_safetensors",
     "scatter_to_region": "sizes of a scatter",
     "spmd": "an argument of a map",
-    "symmetric_memory.enable": "bad sizes of symmetric memory",
     "vocab_parallel_argmax": "logits of an arg-max",
     "vocab_parallel_cross_entropy": "vocab_size",
     "vocab_parallel_sample": "top_k of a sample",
@@ -147,10 +146,7 @@ WITHOUT = {
         ),
         "communicates nothing itself",
     ),
-    **dict.fromkeys(
-        ("symmetric_memory.algorithm", "debug.CollectiveCount", "symmetric_memory.Enabled"),
-        "describes something, without a collective",
-    ),
+    "debug.CollectiveCount": "describes something, without a collective",
     "Dropout": "as dropout",
     "VocabParallelCrossEntropy": "as vocab_parallel_cross_entropy",
     "VocabParallelEmbedding.from_embedding": "as VocabParallelEmbedding",

@@ -17,7 +17,6 @@ MODULES = (
     "random",
     "regions",
     "shm",
-    "symmetric_memory",
     "megatron",
     "debug",
     "lax",

@@ -211,7 +211,6 @@ FORBIDDEN = {  # what a folder's files must not include
     "api": ("args/", "autograd/", "kernels/", "cpu/", "python/", *CUDA),
     "": ("args/", "autograd/", "cpu/", *CUDA),
 }
-FENCED = ("comm/symmetric",)  # experimental: a folder that no file outside includes or imports
 
 
 def test_cpp_includes():
@@ -222,24 +221,12 @@ def test_cpp_includes():
         for name in includes(file)
         if name.startswith(FORBIDDEN[folder(file)]) or name == "ATen/ATen.h"
     ]
-    # c10::Stream of older torch does not report a capture
-    assert wrong == ["csrc/comm/symmetric/symmetric_memory.cpp includes c10/cuda/CUDAGraphsC10Utils.h"]
-
-
-def test_no_file_knows_what_is_experimental():
-    """It registers operators, and alternatives to backends (comm/alternative.h), when the library is loaded."""
-    for fenced in FENCED:
-        inside = [file for file in SOURCES if file.is_relative_to(ROOT / "csrc" / fenced)]
-        assert inside
-        for file in set(SOURCES) - set(inside):
-            assert not [name for name in includes(file) if name.startswith(f"{fenced}/")], path(file)
-    knowing = [name for name, file in MODULES.items() if "tp_ext.symmetric_memory" in imported_modules(file)]
-    assert knowing == ["tp_ext"]
+    assert not wrong
 
 
 def test_only_comm_and_the_backend_name_c10d():
     named = {str(file.relative_to(ROOT / "csrc").with_suffix("")) for file in SOURCES if "c10d" in code(file)}
-    comm = {"comm/collectives", "comm/counter", "comm/symmetric/symmetric_memory"}
+    comm = {"comm/collectives", "comm/counter"}
     shm = {"shm/backend", "shm/backend_data_movement", "shm/rendezvous", "shm/work"}
     api = {"api/foreign_backends", "api/group"}  # they make process groups
     assert named == comm | shm | api | {"simulate/backend"}

@@ -106,7 +106,7 @@ def _group_of(model: nn.Module) -> ParallelGroup:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
-    groups = {group.plain() for group in census(model).groups_in_use() if group.size > 1}
+    groups = {group for group in census(model).groups_in_use() if group.size > 1}
     if len(groups) > 1:
         names = ", ".join(sorted(group.name for group in groups))
         raise ValueError(f"model: its layers have the groups {names}, and a model of one group can be exported")

@@ -113,7 +113,7 @@ class Census:
         groups = axes_of_groups(self.groups_in_use())
         if self.axes.tp is NOT_GIVEN:
             return groups
-        group, argument = parallel_group(self.axes.tp).plain(), self.axes.argument
+        group, argument = parallel_group(self.axes.tp), self.axes.argument
         ranks = tuple(group.ranks)
         # Experts are sharded over data ranks, which say nothing about the tensor-parallel axis
         layer_ranks = {tuple(global_ranks(name)) for name in groups.within} - {tuple(self.axes.ep.ranks)}
@@ -254,7 +254,7 @@ def _default_group(modules: Modules, axes: MeshAxes, assumed: ParallelGroup) -> 
         DeprecationWarning,
     )
     if axes.tp is not NOT_GIVEN:
-        return parallel_group(axes.tp).plain()
+        return parallel_group(axes.tp)
     in_use = axes_of_groups(_groups_in_use(modules)).axes
     return in_use[0] if len(in_use) == 1 else assumed
 

@@ -37,7 +37,7 @@ class ModelGroups(NamedTuple):
 
     def _place(self, group: ParallelGroup) -> tuple[int, bool]:
         """Returns the entry of ``within`` of a group of the model."""
-        return self.within[group.plain().name]
+        return self.within[group.name]
 
     def is_axis(self, group: ParallelGroup) -> bool:
         """Returns whether a group of the model is a whole axis."""
@@ -96,10 +96,9 @@ def axes_of_groups(groups: Iterable[ParallelGroup]) -> ModelGroups:
     ranks: dict[tuple[int, ...], ParallelGroup] = {}
     names: dict[str, tuple[int, ...]] = {}
     for group in {group.name: group for group in groups}.values():
-        plain = group.plain()
-        if plain.size > 1 and plain.name not in names:
-            names[plain.name] = tuple(plain.ranks)
-            ranks.setdefault(names[plain.name], plain)
+        if group.size > 1 and group.name not in names:
+            names[group.name] = tuple(group.ranks)
+            ranks.setdefault(names[group.name], group)
     largest = [rank for rank in ranks if not any(set(rank) < set(other) for other in ranks)]
     # Of groups that overlap otherwise no rank could know which others hold its shard
     # [Note: a layout is a tuple of shardings and groups]

@@ -154,7 +154,7 @@ class ParallelAttention(SelfAttention):
         self.num_kv_heads_local = (last_kv - first_kv) // head_dim
         self.context_group, self.context, self.attend = parallel_group(context_group), context, attend
         # Heads cut over the same ranks would see other tokens than their own
-        if self.context_group.size > 1 and self.context_group.plain() == self.tp_group.plain():
+        if self.context_group.size > 1 and self.context_group == self.tp_group:
             raise ValueError(f"context_group: {self.context_group.torch_name!r} must be another group than group")
         self._check_context_options()
         options: dict[str, Any] = {"group": group, "weight_group": weight_group, "device": device, "dtype": dtype}

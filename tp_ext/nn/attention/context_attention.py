@@ -110,7 +110,7 @@ def check_layout(layout: ContextLayout, group: ParallelGroup, options: Mapping[s
         raise TypeError(f"layout: {layout!r} must be a ContextLayout")
     # Groups of one rank are alike, whatever their names
     alone = layout.group.size == group.size == 1
-    if not alone and layout.group.plain() != group.plain():
+    if not alone and layout.group != group:
         raise ValueError(f"layout: its group {layout.group.name!r} must be the context_group, {group.name!r}")
     for name, value in options.items():
         if value is not None:
