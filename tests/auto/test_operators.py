@@ -34,6 +34,12 @@ def test_results_share_memory_as_torch_says(name: str) -> None:
         assert row_of(name).shares_memory == shares
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_random_numbers_are_drawn_as_torch_says(name: str) -> None:
+    draws = any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads(name))
+    assert row_of(name).draws == (draws and name != "dropout")  # whose masks a plan draws
+
+
 # They give their argument itself where nothing is to be done, or come apart into other operators, which a trace shows
 CONDITIONAL = {"contiguous", "reshape", "to", "narrow", "flatten", "unflatten", "movedim", "positive", "_conj"}
 CONDITIONAL |= {"lift_fresh", "_unsafe_view"}  # the argument of the latter nobody uses again
@@ -84,7 +90,7 @@ def test_a_view_has_the_elements_of_its_argument(name: str) -> None:
         assert torch.isin(result, x).all()
 
 
-TABLES = 22
+TABLES = 19
 """Literals of at least four names of operators in files other than that of the rows: the number may only fall."""
 
 

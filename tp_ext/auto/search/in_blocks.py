@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import DirectCall
-from tp_ext.auto.record.operators import OPERATORS
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries
 from tp_ext.auto.search.flow import PARTIAL, Finder
@@ -28,20 +28,6 @@ from tp_ext.conversions import I, S
 if TYPE_CHECKING:
     from tp_ext.auto.search.plans import Plan
 
-MOVING = {name for name, row in OPERATORS.items() if row.shares_memory} | {
-    "cat", "stack", "clone", "contiguous", "copy", "_to_copy", "to", "flip", "roll", "zeros_like",
-    "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "fill", "zero",
-    "constant_pad_nd", "tril", "triu", "lift_fresh", "narrow", "flatten", "unflatten", "movedim",
-}  # fmt: skip
-# Measured in fp32, fp64 and bf16, forward and backward, on slices of rows: torch's kernels gave the same bits, and
-# others for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16
-EXACT = {
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "relu", "tanh", "exp", "erf", "sqrt", "square", "pow", "sin",
-    "cos", "log", "log1p", "reciprocal", "clamp", "clamp_min", "clamp_max", "hardtanh", "hardswish", "leaky_relu",
-    "threshold", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and",
-    "bitwise_not", "bitwise_and", "maximum", "minimum", "sign", "dropout",
-}  # fmt: skip
-SCALED = {"add", "sub", "rsub"}  # with alpha their last elements are rounded otherwise in bf16
 POWERS = (2, 3)
 REPLACED: dict[str, set[Any]] = {
     "scaled_dot_product_attention": {F.scaled_dot_product_attention},
@@ -127,7 +113,7 @@ class _Check:
 
     def broadcast(self, step: Step) -> str:
         """Returns a text if an operator sums the gradient of a tensor that it broadcasts, else ""."""
-        if _base(step) not in EXACT:
+        if row_of(_base(step)).exact not in ("pointwise", "scaled"):
             return ""
         size = max(tensor.numel() for tensor in step.outputs)
         is_summed = any(id(t) in self.record.differentiable and t.numel() < size for t in step.inputs)
@@ -169,7 +155,8 @@ def _dependence(step: Step) -> str:
     exponent = step.args[1] if len(step.args) > 1 else None
     odd_power = name == "pow" and (isinstance(exponent, Tensor) or exponent not in POWERS)
     rounded = name == "div" and step.kwargs.get("rounding_mode") is not None
-    if name in MOVING | EXACT and not (odd_power or rounded or (scaled and name in SCALED)):
+    exact = row_of(name).exact
+    if exact and not (odd_power or rounded or (scaled and exact == "scaled")):
         return ""
     return f"computes {step.reason} on shards{' with alpha' if scaled else ''}"
 

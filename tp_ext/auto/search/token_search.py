@@ -9,15 +9,12 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record, Step
 from tp_ext.auto.search.flow import PARTIAL, Finder
 from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 from tp_ext.conversions import I, R, Type
 
-RANDOM = {
-    "bernoulli", "bernoulli_", "rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform_", "random_",
-    "exponential_", "geometric_", "log_normal_", "cauchy_", "native_dropout", "multinomial", "rrelu_with_noise",
-}  # fmt: skip
 ATTENTION = "scaled_dot_product_attention"
 USED_WHOLE = "it is used whole at once"
 NO_GATHER = ", and no boundary at which to gather them lies before it"
@@ -184,7 +181,7 @@ class _TokenSearch:
         if others or step.name == ATTENTION or atom in atoms([*step.reason.pinned, *step.contracted]):
             return f"{where} needs all tokens", []
         # Each rank would draw the same numbers for other tokens
-        if step.name in RANDOM:
+        if row_of(step.name).draws:
             return f"{where} draws random numbers", []
         # What is whole must be sliced on its way in, and every result must have the tokens as one dim
         wanted = []
