@@ -13,9 +13,6 @@ from tp_ext.auto.record.dims import Atom, majors
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Record, Step
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "convolution"}
-FREE = {"lift_fresh", "squeeze_", "unsqueeze_"}  # they run no kernel, and share no memory of an argument in the record
-
 
 @dataclasses.dataclass(eq=False)
 class TensorValue:
@@ -119,7 +116,7 @@ class Graph:
             node.parts.setdefault(id(value), {})[id(part)] = part.numel()
         if row_of(step.name).looks_up:
             self._look_up(node)
-        elif step.name in PRODUCTS:
+        elif row_of(step.name).product:
             self._product(node, read)
         elif step.name in ("scaled_dot_product_attention", "multi_head_attention"):
             node.kind = "attention"
@@ -181,11 +178,11 @@ class Graph:
         value = softmax.makes[0]
         while len(readers := self.readers.get(id(value), [])) == 1 and not readers[0].kind:
             node = readers[0]
-            if node.step.name in PRODUCTS:
+            if row_of(node.step.name).product:
                 break
             between.append(node)
             value = node.makes[0]
-        if scores is None or len(readers) != 1 or readers[0].step.name not in PRODUCTS or readers[0].kind:
+        if scores is None or len(readers) != 1 or not row_of(readers[0].step.name).product or readers[0].kind:
             return
         mixed = readers[0]
         gone = {id(scores), id(softmax), *map(id, between)}
@@ -208,7 +205,7 @@ class Graph:
             if len(sources) != 1:
                 return None, between
             node = self.maker[id(sources[0])]
-            if node.step.name in PRODUCTS:
+            if row_of(node.step.name).product:
                 return (None if node.kind else node), between
             if node.kind:
                 return None, between
@@ -255,4 +252,5 @@ def _drops(step: Step) -> bool:
 
 
 def _is_view(step: Step) -> bool:
-    return row_of(step.name).shares_memory or step.name in FREE
+    row = row_of(step.name)
+    return row.shares_memory or row.free

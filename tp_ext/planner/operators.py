@@ -10,16 +10,10 @@ from typing import Any
 
 from tp_ext.auto.record.dims import Atom, contains
 from tp_ext.auto.record.multi_head import SIGNATURE
+from tp_ext.auto.record.operators import row_of
 from tp_ext.planner.graph import Graph, Node, TensorValue
 from tp_ext.planner.workload import Op
 
-# What backward reads of an operator: nothing but the gradient, or its result; of a product of two the other factor;
-# of any other operator its inputs
-NOTHING = {"add", "sub", "rsub", "neg", "cat", "stack", "clone", "copy", "_to_copy", "mean", "sum", "expand", "roll",
-           "repeat", "index", "index_select", "gather", "constant_pad_nd", "alias", "dropout", "embedding", "where",
-           "masked_fill", "index_add", "scatter_add", "topk", "sort", "flip", "index_put", "zeros_like"}  # fmt: skip
-RESULT = {"exp", "tanh", "sigmoid", "relu", "sqrt", "rsqrt", "reciprocal", "_softmax", "_log_softmax"}
-GATHERS = {"index", "index_select", "gather"}  # each row is read as often as it occurs in the result
 ADDITIONS = {"add", "sub"}
 
 
@@ -416,7 +410,7 @@ def _elements(value: TensorValue, nodes: list[Node]) -> int:
     parts: dict[int, int] = {}
     copies = 0
     for node in nodes:
-        if node.step.name in GATHERS and id(value) in node.parts:
+        if row_of(node.step.name).reads_rows and id(value) in node.parts:
             copies = max(copies, node.makes[0].size)
         else:
             parts |= node.parts.get(id(value), {})
@@ -426,9 +420,10 @@ def _elements(value: TensorValue, nodes: list[Node]) -> int:
 def _read_by_backward(node: Node) -> list[TensorValue]:
     name = node.step.name.rstrip("_")
     sources = [value for value in node.reads if value.depends]
-    if name in NOTHING or not sources:
+    reads = row_of(name).backward_reads
+    if reads == "nothing" or not sources:
         return []
-    if name in RESULT:
+    if reads == "result":
         return node.makes[:1]
     if name in ("mul", "div", "addcmul"):
         # By a number, or by what has no gradient: that alone

@@ -28,6 +28,10 @@ class OperatorRow:
         draws: random numbers, of the generator of torch.
         exact: on a slice it has the bits of the whole: ``"moved"``, it computes nothing; ``"pointwise"``; or
             ``"scaled"``, without ``alpha`` alone.
+        product: of matrices, by a kernel of its own.
+        backward_reads: nothing but the gradient, or its result; else its inputs.
+        reads_rows: as often as they occur in the result.
+        free: it runs no kernel, though its result has memory of its own.
     """
 
     view: bool = False
@@ -42,6 +46,10 @@ class OperatorRow:
     gradient: bool = True
     draws: bool = False
     exact: Literal["", "moved", "pointwise", "scaled"] = ""
+    product: bool = False
+    backward_reads: Literal["inputs", "nothing", "result"] = "inputs"
+    reads_rows: bool = False
+    free: bool = False
 
 
 def _rows(names: str, **properties: Any) -> Iterable[tuple[str, OperatorRow]]:
@@ -53,8 +61,9 @@ def _rows(names: str, **properties: Any) -> Iterable[tuple[str, OperatorRow]]:
 # that are exact, and others for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16; with alpha the last
 # elements of sums are rounded otherwise in bf16
 ROWS = [
-    *_rows("_to_copy clone", view=True, linear="first", exact="moved"),
-    *_rows("repeat reshape", view=True, linear="first"),
+    *_rows("_to_copy clone", view=True, linear="first", exact="moved", backward_reads="nothing"),
+    *_rows("repeat", view=True, linear="first", backward_reads="nothing"),
+    *_rows("reshape", view=True, linear="first"),
     *_rows(
         "chunk slice split split_with_sizes",
         shares_memory=True,
@@ -63,8 +72,9 @@ ROWS = [
         linear="first",
         exact="moved",
     ),
+    *_rows("alias expand", shares_memory=True, view=True, linear="first", exact="moved", backward_reads="nothing"),
     *_rows(
-        "_reshape_alias _unsafe_view alias expand permute select squeeze t transpose unbind unsqueeze view",
+        "_reshape_alias _unsafe_view permute select squeeze t transpose unbind unsqueeze view",
         shares_memory=True,
         view=True,
         linear="first",
@@ -73,20 +83,28 @@ ROWS = [
     *_rows("detach", shares_memory=True, linear="first", gradient=False, exact="moved"),
     *_rows("diagonal unfold view_as_complex view_as_real", shares_memory=True, linear="first", exact="moved"),
     *_rows("as_strided", shares_memory=True, exact="moved"),
-    *_rows("_embedding_bag _embedding_bag_forward_only embedding", looks_up=True),
-    *_rows("copy", linear="source", source=1, most_arguments=3, exact="moved"),
-    *_rows("index_add index_copy scatter scatter_add", linear="source", source=3),
-    *_rows("index_put", linear="source", source=2),
+    *_rows("embedding", looks_up=True, backward_reads="nothing"),
+    *_rows("_embedding_bag _embedding_bag_forward_only", looks_up=True),
+    *_rows("copy", linear="source", source=1, most_arguments=3, exact="moved", backward_reads="nothing"),
+    *_rows("index_add scatter_add", linear="source", source=3, backward_reads="nothing"),
+    *_rows("index_put", linear="source", source=2, backward_reads="nothing"),
+    *_rows("index_copy scatter", linear="source", source=3),
     *_rows("select_scatter", linear="source", source=1),
     *_rows("slice_scatter", linear="source", source=1, most_arguments=6),
-    *_rows("contiguous flip narrow roll tril triu", linear="first", exact="moved"),
+    *_rows("flip roll", linear="first", exact="moved", backward_reads="nothing"),
+    *_rows("neg", linear="first", exact="pointwise", backward_reads="nothing"),
+    *_rows("contiguous narrow tril triu", linear="first", exact="moved"),
     *_rows("mul", linear="factors", exact="pointwise"),
-    *_rows("neg", linear="first", exact="pointwise"),
-    *_rows("_conj cumsum gather index index_select mean positive repeat_interleave sum", linear="first"),
-    *_rows("addbmm addmm baddbmm", linear="added"),
-    *_rows("bmm dot mm mv", linear="factors"),
+    *_rows("addmm baddbmm", linear="added", product=True),
+    *_rows("bmm mm", linear="factors", product=True),
+    *_rows("gather index index_select", linear="first", backward_reads="nothing", reads_rows=True),
+    *_rows("mean sum", linear="first", backward_reads="nothing"),
+    *_rows("_conj cumsum positive repeat_interleave", linear="first"),
+    *_rows("addbmm", linear="added"),
+    *_rows("dot mv", linear="factors"),
     *_rows("zeros", zeros=True, uniform=True),
-    *_rows("new_zeros zeros_like", zeros=True, gradient=False, exact="moved", uniform=True),
+    *_rows("new_zeros", zeros=True, gradient=False, exact="moved", uniform=True),
+    *_rows("zeros_like", zeros=True, gradient=False, exact="moved", backward_reads="nothing", uniform=True),
     *_rows("zero", zeros=True, exact="moved"),
     *_rows("empty empty_strided full ones scalar_tensor", uniform=True),
     *_rows("new_empty_strided", gradient=False, uniform=True),
@@ -97,14 +115,21 @@ ROWS = [
         "normal_ poisson rand_like randint_like randn_like random_ rrelu_with_noise rrelu_with_noise_ uniform_",
         draws=True,
     ),
+    *_rows("add rsub sub", exact="scaled", backward_reads="nothing"),
+    *_rows("cat constant_pad_nd stack", exact="moved", backward_reads="nothing"),
+    *_rows("dropout masked_fill where", exact="pointwise", backward_reads="nothing"),
+    *_rows("exp reciprocal relu sqrt tanh", exact="pointwise", backward_reads="result"),
     *_rows(
-        "abs bitwise_and bitwise_not clamp clamp_max clamp_min cos div dropout eq erf exp ge gt hardswish "
-        "hardtanh le leaky_relu log log1p logical_and logical_not lt masked_fill maximum minimum ne pow "
-        "reciprocal relu sign sin sqrt square tanh threshold where",
+        "abs bitwise_and bitwise_not clamp clamp_max clamp_min cos div eq erf ge gt hardswish hardtanh le "
+        "leaky_relu log log1p logical_and logical_not lt maximum minimum ne pow sign sin square threshold",
         exact="pointwise",
     ),
-    *_rows("add rsub sub", exact="scaled"),
-    *_rows("cat constant_pad_nd fill flatten lift_fresh movedim stack to unflatten", exact="moved"),
+    *_rows("fill flatten movedim to unflatten", exact="moved"),
+    *_rows("_grouped_mm convolution linear", product=True),
+    *_rows("_log_softmax _softmax rsqrt sigmoid", backward_reads="result"),
+    *_rows("sort topk", backward_reads="nothing"),
+    *_rows("lift_fresh", free=True, exact="moved"),
+    *_rows("squeeze_ unsqueeze_", free=True),
 ]
 OPERATORS: dict[str, OperatorRow] = dict(ROWS)
 _DEFAULT = OperatorRow()
