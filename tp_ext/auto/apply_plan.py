@@ -35,7 +35,8 @@ def apply(
         plan: of this model, for as many ranks as the group has.
         model: with the same full weights on all ranks, or on meta: then its shards are on meta, too.
         group: the ranks: a process group, 1-D mesh or group name.
-        verify: compare the loss and every gradient with a copy of the unsharded model.
+        verify: compare the loss, or else all outputs, every gradient and buffers with a copy of the unsharded
+            model.
         example: the arguments for ``verify``: a dict of keyword arguments or a tuple.
         invariant_blocks: the plan's, by default: the training has the same bits for every number of ranks, as with
             layers built in :func:`tp_ext.tp_invariant`. A plan without is made again with it.
