@@ -69,8 +69,7 @@ def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> acce
     if world > 1:
         share(accelerator, model)
         accelerator.gather_for_metrics = functools.partial(without_repeated_rows, accelerator)
-        for name, advice in SHARDS.items():
-            setattr(accelerator, name, refused(name, advice))
+        refuse_shards(accelerator)
     return accelerator
 
 
@@ -249,8 +248,11 @@ def _those(model: nn.Module, parameters: Iterable[Tensor] | Tensor) -> Any:
     return model if set(map(id, listed)) >= set(map(id, model.parameters())) else listed
 
 
-def refused(name: str, advice: str) -> Any:
-    def raises(*args: Any, **options: Any) -> None:
-        raise RuntimeError(f"accelerator.{name}: knows of no shards; call {advice}")
+def refuse_shards(accelerator: Any) -> None:
+    """Has methods that know of no shards raise RuntimeError."""
 
-    return raises
+    def refused(name: str, *args: Any, **options: Any) -> None:
+        raise RuntimeError(f"accelerator.{name}: knows of no shards; call {SHARDS[name]}")
+
+    for name in SHARDS:
+        setattr(accelerator, name, functools.partial(refused, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ class AcceleratorMethods:
                 raise TypeError
             rows = self.gather(values)
         except TypeError:  # not tensors
-            rows = [row for values_of_rank in all_gather_objects(values, self.group) for row in values_of_rank]
+            rows = [*chain.from_iterable(all_gather_objects(values, self.group))]
             use_gather_object = True
         # accelerate fills up the last batch of all data ranks with rows of the first ones
         return without_repeated_rows(self.accelerator, rows, use_gather_object)

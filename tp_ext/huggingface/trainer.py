@@ -24,7 +24,7 @@ from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.files.plain_values import read_saved
 from tp_ext.checkpoint.full_optimizer import load_full_optimizer_state_dict, with_names
 from tp_ext.group import Group, process_group
-from tp_ext.huggingface.accelerator import SHARDS, refused
+from tp_ext.huggingface.accelerator import refuse_shards
 from tp_ext.huggingface.adapters import adapters_of, load_adapter, save_adapter
 from tp_ext.huggingface.load import load_weights
 from tp_ext.huggingface.prepare import AcceleratorMethods, shared_mesh
@@ -50,6 +50,16 @@ _NO_MODEL_INIT = (
     "with values that rank 0 has chosen"
 )
 OPTIONAL = {"initial_lr", "param_names"}  # of a parameter group: set by schedulers, by torch for named parameters
+
+
+def _over_data_ranks(name: str) -> Any:
+    """Returns a method of the base class, in which functions of accelerate are over data ranks."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with data_processes(self):
+            return getattr(super(Trainer, self), name)(*args, **kwargs)
+
+    return method
 
 
 class Trainer(transformers.Trainer):
@@ -115,8 +125,7 @@ class Trainer(transformers.Trainer):
         AcceleratorMethods(accelerator, self.model, self.mesh)
         accelerator.__class__ = DataAccelerator
         accelerator.data_size, accelerator.data_rank = self.mesh["dp"].size(), self.mesh["dp"].get_local_rank()
-        for name, advice in SHARDS.items():
-            setattr(accelerator, name, refused(name, advice))
+        refuse_shards(accelerator)
         count_data_ranks(self.args, accelerator.data_size)
         # The base class has taken the method that has been replaced since
         gather, objects = accelerator.gather_for_metrics, self.args.eval_use_gather_object
@@ -160,20 +169,7 @@ class Trainer(transformers.Trainer):
         finally:
             del dataset._get_cache_file_path
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the base class."""
-        with data_processes(self):
-            return super().train(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates as the base class."""
-        with data_processes(self):
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predicts as the base class."""
-        with data_processes(self):
-            return super().predict(*args, **kwargs)
+    train, evaluate, predict = map(_over_data_ranks, ("train", "evaluate", "predict"))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model as :func:`tp_ext.huggingface.save_pretrained`, of one with adapters these alone; every rank

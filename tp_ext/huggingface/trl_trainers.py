@@ -9,7 +9,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from tp_ext.huggingface.fused_head import check_replaced
 from tp_ext.huggingface.load import from_pretrained
 
 KNOWN = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
-_BASE = "_BaseTrainer"
 REFUSED = {  # options of trainers' arguments, and what to do in their place
     "use_liger_kernel": "its kernels take a shard for the whole",
     "use_vllm": "vLLM would read a rank's shards; generate by the model itself",
@@ -117,15 +118,12 @@ def count_data_ranks(options: Any, data_size: int) -> None:
     if steps is None:
         return
     before, size = options.generation_batch_size, options.per_device_train_batch_size * data_size * steps
-    for name, batch, count in (
-        ("generation_batch_size", size, options.num_generations),
-        (
-            "per_device_eval_batch_size",
-            options.per_device_eval_batch_size * data_size,
-            getattr(options, "num_generations_eval", None) or options.num_generations,
-        ),
-    ):
-        if batch % count and (name == "generation_batch_size" or options.eval_strategy != "no"):
+    groups = {"generation_batch_size": (size, options.num_generations)}
+    if options.eval_strategy != "no":
+        count = getattr(options, "num_generations_eval", None) or options.num_generations
+        groups["per_device_eval_batch_size"] = options.per_device_eval_batch_size * data_size, count
+    for name, (batch, count) in groups.items():
+        if batch % count:
             raise ValueError(
                 f"args: {name} = {batch} over {data_size} data-parallel ranks must be a multiple of the {count} "
                 "generations of a prompt; ranks that share a model count once"
@@ -143,37 +141,24 @@ def count_data_ranks(options: Any, data_size: int) -> None:
 def data_processes(trainer: Any) -> Iterator[None]:
     """Within it, functions of accelerate that the modules of a trainer's classes have imported are over data ranks, and
     models that they load are sharded."""
-    functions: dict[str, tuple[Any, Callable[..., Any]]] = {
-        "gather": (accelerate.utils.gather, lambda tensor: trainer.accelerator.gather(tensor)),
-        "gather_object": (accelerate.utils.gather_object, lambda rows: _rows_of_all(rows, trainer.data_group)),
-        "set_seed": (accelerate.utils.set_seed, lambda *args, **options: _set_seed(trainer, *args, **options)),
+    functions: dict[str, Callable[..., Any]] = {
+        "gather": lambda tensor: trainer.accelerator.gather(tensor),
+        "gather_object": lambda rows: [*chain.from_iterable(all_gather_objects(rows, trainer.data_group))],
+        "set_seed": partial(_set_seed, trainer),
+        "create_model_from_path": partial(_load, trainer),
+        "disable_dropout_in_model": _disable_dropout,
+        "hash_module": lambda model: hash_of_ranks(model, trainer.sharing_group),
     }
-    utils: Any = sys.modules.get("trl.trainer.utils")
-    if utils is not None:
-        for name, ours in (
-            ("create_model_from_path", lambda *args, **options: _load(trainer, *args, **options)),
-            ("disable_dropout_in_model", _disable_dropout),
-            ("hash_module", lambda model: hash_of_ranks(model, trainer.sharing_group)),
-        ):
-            functions[name] = getattr(utils, name), ours
-    modules = [sys.modules[kind.__module__] for kind in type(trainer).__mro__ if kind.__module__ in sys.modules]
-    changed = []
-    for module in modules:
-        if module.__name__.partition(".")[0] in ("transformers", "tp_ext"):
-            continue
-        for name, (theirs, ours) in functions.items():
-            if getattr(module, name, None) is theirs:
-                setattr(module, name, ours)
-                changed.append((module, name, theirs))
-    try:
+    sources = accelerate.utils, sys.modules.get("trl.trainer.utils")
+    with ExitStack() as undone:
+        for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__):
+            module = None if name.partition(".")[0] in ("transformers", "tp_ext") else sys.modules.get(name)
+            for function, ours in functions.items():
+                theirs = getattr(module, function, None)
+                if theirs is not None and any(theirs is getattr(source, function, None) for source in sources):
+                    undone.callback(setattr, module, function, theirs)
+                    setattr(module, function, ours)
         yield
-    finally:
-        for module, name, theirs in changed:
-            setattr(module, name, theirs)
-
-
-def _rows_of_all(rows: list[Any], group: ProcessGroup) -> list[Any]:
-    return [row for rows_of_rank in all_gather_objects(rows, group) for row in rows_of_rank]
 
 
 def _set_seed(trainer: Any, seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -194,8 +179,7 @@ def _load(trainer: Any, path: str, architecture: Any = None, **options: Any) -> 
     config_class = class_of(Path(folder), None).config_class
     model_class = None if architecture is None else architecture._model_mapping[config_class]
     dtype = options.pop("dtype", "float32")
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-    options["dtype"] = dtype if isinstance(dtype, torch.dtype) else None
+    options["dtype"] = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return from_pretrained(folder, group=trainer.model_group, model_class=model_class, **options)
 
 

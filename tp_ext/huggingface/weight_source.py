@@ -180,20 +180,19 @@ class WeightSource:
         self._entries = agreed_entries(known, self._ranks, read)
 
     def _groups_of_model(self) -> list[TensorGroup]:
-        whole = {name: entry for name, entry in self._whole.items() if entry.tensor is not None}
         full = {
             name: torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device="meta")
-            for name, entry in whole.items()
+            for name, entry in self._whole.items()
             if entry.tensor is not None
         }
+        tied_to = {name: self._whole[name].tied for name in full}
         adapters = [TensorGroup([name], {name: full.pop(name)}) for name in list(full) if name.startswith(PREFIX)]
         self._pretrained = _pretrained(self._model)
         if self._pretrained is None:
-            groups = [TensorGroup([name], {name: full[name]}) for name in full if whole[name].tied == name]
+            groups = [TensorGroup([name], {name: full[name]}) for name in full if tied_to[name] == name]
         else:
-            objects = {entry.tied: object() for entry in whole.values()}
-            tied = {name: objects[entry.tied] for name, entry in whole.items()}
-            groups = groups_of_model(self._pretrained, full, tied)
+            objects = {tied: object() for tied in tied_to.values()}
+            groups = groups_of_model(self._pretrained, full, {name: objects[tied] for name, tied in tied_to.items()})
         return groups + adapters
 
     def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
