@@ -24,8 +24,6 @@ _SECONDS = 6.0  # of the passes after the warm-up
 _LAST_BEGIN = 12.0  # seconds after which no pass begins, the warm-up counted
 _FEW, _CHUNKS = 3, 5  # passes at least; means of which the median counts
 
-Step = Callable[[], object]
-
 
 def measure_shares(model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...], group: Group) -> list[float]:
     """Measures which shares even out the times of ranks that are not alike: weights for :func:`tp_ext.shares`.
@@ -129,7 +127,7 @@ def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-def _median_seconds(step: Step, device: torch.device, ranks: ProcessGroup) -> float:
+def _median_seconds(step: Callable[[], object], device: torch.device, ranks: ProcessGroup) -> float:
     """Returns the seconds of this rank's own work: the median of some means over passes in a row."""
     begin = time.perf_counter()
     step()  # allocates, compiles, and lets ranks meet that draw
@@ -151,18 +149,18 @@ def _latest(begin: float, ranks: ProcessGroup) -> float:
     return float(elapsed)
 
 
-def _own_seconds(step: Step, device: torch.device) -> float:
+def _own_seconds(step: Callable[[], object], device: torch.device) -> float:
     """Returns the seconds of a pass in which this rank does not wait in a collective."""
-    clock = _Clock(device)
-    waits = _Waits(clock)
-    begin = clock.mark()
+    watch = _Stopwatch(device)
+    waits = _Waits(watch)
+    begin = watch.mark()
     with waits:
         step()
-    end = clock.mark()
-    return max(1e-9, clock.between(begin, end) - sum(clock.between(*span) for span in waits.spans))
+    end = watch.mark()
+    return max(1e-9, watch.between(begin, end) - sum(watch.between(*span) for span in waits.spans))
 
 
-class _Clock:
+class _Stopwatch:
     """Times on the host, or those at which a GPU reaches its work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -185,15 +183,15 @@ class _Clock:
 class _Waits(TorchDispatchMode):
     """The times of collectives. Within a mode layers call those that the dispatcher sees, and wait for each at once."""
 
-    def __init__(self, clock: _Clock) -> None:
+    def __init__(self, watch: _Stopwatch) -> None:
         super().__init__()
         self.spans: list[tuple[Any, Any]] = []
-        self._clock = clock
+        self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in _COMMUNICATION:
             return func(*args, **(kwargs or {}))
-        begin = self._clock.mark()
+        begin = self._watch.mark()
         result = func(*args, **(kwargs or {}))
-        self.spans.append((begin, self._clock.mark()))
+        self.spans.append((begin, self._watch.mark()))
         return result
