@@ -12,18 +12,17 @@
 #include <sys/utsname.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <mutex>
 #include <set>
 #include <sstream>
 #include <unordered_map>
 
+#include "api/group_alias.h"
 #include "api/json.h"
 #include "api/sha256.h"
 #include "comm/collectives.h"
@@ -33,7 +32,6 @@ namespace tp_ext {
 namespace {
 
 using json::Value;
-using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 std::string file_name(int64_t rank, const char* suffix) {
   char name[64];
@@ -137,38 +135,6 @@ void agree(const Group& group, const std::string& problem, const std::string& id
   TORCH_CHECK_VALUE(problem.empty(), problem);
 }
 
-// Registers the group under the name of an export, too, while models use it
-class Registration {
- public:
-  Registration(std::string name, const ProcessGroup& group) : name_(std::move(name)) {
-    const std::lock_guard<std::mutex> guard(mutex());
-    auto& [registered, users] = all()[name_];
-    TORCH_CHECK_VALUE(users == 0 || registered == group,
-                      "group: the export is in use over another group; end that model first");
-    if (users++ == 0) c10d::register_process_group(name_, registered = group);
-  }
-  Registration(const Registration&) = delete;
-  Registration& operator=(const Registration&) = delete;
-  ~Registration() {
-    const std::lock_guard<std::mutex> guard(mutex());
-    const auto entry = all().find(name_);
-    if (--entry->second.second > 0) return;
-    c10d::unregister_process_group(name_);
-    all().erase(entry);
-  }
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex one;
-    return one;
-  }
-  static std::map<std::string, std::pair<ProcessGroup, int>>& all() {
-    static std::map<std::string, std::pair<ProcessGroup, int>> names;
-    return names;
-  }
-  std::string name_;
-};
-
 }  // namespace
 
 struct ExportedModel::Parts {
@@ -176,7 +142,7 @@ struct ExportedModel::Parts {
   ParallelGroup group;
   at::Tensor bytes;  // of the weights, which the package reads where they are
   std::unordered_map<std::string, at::Tensor> weights;
-  std::unique_ptr<Registration> name;
+  std::unique_ptr<GroupAlias> name;
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> package;
   std::vector<at::Tensor> caches;
 
@@ -193,8 +159,7 @@ struct ExportedModel::Parts {
     package->load_constants(weights, /*use_inactive=*/false, /*check_full_update=*/true,
                             /*user_managed=*/true);
     if (of_ranks.process_group())
-      name = std::make_unique<Registration>("tp_ext.export." + manifest.at("id").string(),
-                                            of_ranks.process_group());
+      name = std::make_unique<GroupAlias>("tp_ext.export." + manifest.at("id").string(), of_ranks);
     if (generates())
       for (const Value& spec : manifest.at("inputs").items)
         if (spec.at("name").string().rfind("caches.", 0) == 0)

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "api/foreign_backends.h"
+#include "api/group_alias.h"
 #include "shm/backend.h"
 
 namespace tp_ext {
@@ -175,6 +176,18 @@ Group init_group(GroupOptions options) {
   process_group->setDefaultBackend(type);
   process_group->setGroupName(name);
   return group(std::move(process_group));
+}
+
+GroupAlias::GroupAlias(std::string name, const Group& group) : name_(std::move(name)) {
+  TORCH_CHECK_VALUE(!registered(name_), "folder: the export is in use; end that model first");
+  c10d::register_process_group(name_, group.process_group());
+}
+
+GroupAlias::~GroupAlias() {
+  try {
+    c10d::unregister_process_group(name_);
+  } catch (const std::exception&) {  // the program has unregistered it
+  }
 }
 
 }  // namespace tp_ext
