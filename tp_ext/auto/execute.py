@@ -309,9 +309,9 @@ class _Applied:
             self.replace(name, alone)
             return
         dense = shallow_copy(linear)
-        if (bias := linear._parameters.get("bias")) is not None and f"{name}.bias" not in self.plan.shardings:
+        if (whole := linear._parameters.get("bias")) is not None and f"{name}.bias" not in self.plan.shardings:
             # It stays the parameter that it is, with its hooks, which a conversion refuses
-            without_hooks = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+            without_hooks = nn.Parameter(whole.detach(), requires_grad=whole.requires_grad)
             dense._parameters = {**linear._parameters, "bias": without_hooks}
         layer = cls.from_linear(dense, group=self.group.name, parts=parts)
         for attribute in ("weight", "bias"):
