@@ -157,6 +157,9 @@ def test_a_reference_that_is_the_base_takes_no_memory(tmp_path):
         assert {id(p) for p in made.ref_model.parameters()} == {id(p) for p in model.parameters()}, name
         with pytest.raises(ValueError, match="args: sync_ref_model must be False for a model with adapters"):
             cases.make(None, name, folder, tmp_path, model=model, sync_ref_model=True, **options)
+    precomputed = OF_TRAINER["DPOTrainer"] | {"cls": huggingface.trainer_for(trl.DPOTrainer)}
+    made = cases.make(None, "DPOTrainer", folder, tmp_path, model=model, precompute_ref_log_probs=True, **precomputed)
+    assert made.ref_model.model is model
     # PEFT would not know the layers of one rank either
     options["arguments"] = options["arguments"] | {"peft_config": _peft}
     with pytest.raises(ValueError, match=r"peft_config: must not be given .* call tp_ext.add_lora"):
