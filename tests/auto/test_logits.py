@@ -38,6 +38,10 @@ def _loss(x: Tensor) -> Tensor:
     return F.cross_entropy(x.flatten(0, 1), torch.arange(x.shape[0] * x.shape[1]) % 5)
 
 
+def _loss_of_no_row(x: Tensor) -> Tensor:  # NaN, without a gradient
+    return F.cross_entropy(x.flatten(0, 1), torch.full((x.shape[0] * x.shape[1],), -100))
+
+
 class _Model(nn.Module):
     def __init__(self, written):
         super().__init__()
@@ -54,7 +58,7 @@ def _writes(group, written):
     assert plan.heads == ["head"]
     sharded = auto.apply(plan, copy.deepcopy(dense), group)
     expected, found = dense(ids), sharded(ids)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
     expected.square().sum().backward()
     found.square().sum().backward()
     layouts, own = dict(tp_ext.layouts(sharded)), dict(sharded.named_parameters())
@@ -64,6 +68,6 @@ def _writes(group, written):
         torch.testing.assert_close(own[name].grad, shard, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("written", [_scaled, _operator, _added_to_itself, _capped, _loss])
+@pytest.mark.parametrize("written", [_scaled, _operator, _added_to_itself, _capped, _loss, _loss_of_no_row])
 def test_what_code_writes_into_sharded_logits_is_written_into_all_of_them(written):
     run(_writes, 2, written)

@@ -162,8 +162,8 @@ INVARIANCE_BUGS = [
     _bug(
         "auto_loss",
         "tp_ext/auto/modules/logits.py",
-        "    with using_blocks(cls.blocks):\n        return vocab_parallel_cross_entropy(",
-        "    with using_blocks(None):\n        return vocab_parallel_cross_entropy(",
+        "    with using_blocks(cls.blocks):\n        loss = vocab_parallel_cross_entropy(",
+        "    with using_blocks(None):\n        loss = vocab_parallel_cross_entropy(",
         "The statistics of an unchanged model's loss are those of the ranks' columns.",
         f"{AUTO_BITS}[fp32]",
     ),

@@ -153,16 +153,19 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
     # Classes in another dim than the last, targets of probabilities and weights of classes need the full logits
     if plain.shape[:-1] != target.shape or target.is_floating_point() or any(value is not None for value in unusual):
         return NotImplemented
+    ignored, reduction = arguments.get("ignore_index", -100), arguments.get("reduction", "mean")
     with using_blocks(cls.blocks):
-        return vocab_parallel_cross_entropy(
+        loss = vocab_parallel_cross_entropy(
             plain.contiguous(),
             target,
             cls.group.name or None,
             vocab_size=cls._vocab(),
-            ignore_index=arguments.get("ignore_index", -100),
+            ignore_index=ignored,
             label_smoothing=arguments.get("label_smoothing", 0.0),
-            reduction=arguments.get("reduction", "mean"),
+            reduction=reduction,
         )
+    # The mean of no rows is NaN in torch, without a gradient, and 0 in our function
+    return loss.masked_fill((target == ignored).all(), torch.nan) if reduction == "mean" else loss
 
 
 def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:
