@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.argument_checks import check_blocks_of
+from tp_ext.auto.argument_checks import check_blocks_of, problem_of_context
 from tp_ext.auto.check_applied import whole_matrices
 from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.planner import replan_in_blocks
@@ -50,13 +50,15 @@ def apply(
     Raises:
         ValueError: on all ranks, before anything is changed: the plan is for another number of ranks or another model;
             ranks have different plans or models; the model is sharded by a plan; ``verify`` without ``example``; other
-            ``invariant_blocks`` than the plan's. After it: ``verify`` finds a difference. RuntimeError: with blocks,
-            products are not reproducible in this process. TypeError: an argument of another type.
+            ``invariant_blocks`` than the plan's; in :func:`tp_ext.shares`, other shares than the plan's. After it:
+            ``verify`` finds a difference. RuntimeError: with blocks, products are not reproducible in this process.
+            TypeError: an argument of another type.
     """
     if invariant_blocks is not None and isinstance(plan, Plan) and plan.invariant_blocks is None:
         plan = replan_in_blocks(plan, model, invariant_blocks)
     check_blocks_of(plan, invariant_blocks)
-    applied = apply_quietly(plan, model, group, verify=verify, example=example)
+    problem = problem_of_context(plan) if isinstance(plan, Plan) else ""
+    applied = apply_quietly(plan, model, group, verify=verify, example=example, problem=problem)
     if parallel_group(group).rank == 0 and (text := whole_matrices(plan)):
         warnings.warn(text, stacklevel=2)
     return applied

@@ -16,7 +16,7 @@ from tp_ext.invariance import check_ranks, check_reproducible, refuse_call
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.nn.float8 import Float8Linear
 from tp_ext.nn.low_bits import QuantizedLinear
-from tp_ext.share_sizes import current_shares
+from tp_ext.share_sizes import Weights, checked_weights, current_shares, ratios
 
 
 def check_planned_model(model: Any) -> None:
@@ -24,7 +24,6 @@ def check_planned_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: {kind} must be an nn.Module" + (", an object" if isinstance(model, type) else ""))
-    refuse_context()
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear | QuantizedLinear):
             raise ValueError(
@@ -32,13 +31,54 @@ def check_planned_model(model: Any) -> None:
             )
 
 
-def refuse_context() -> None:
-    """Raises a ValueError in :func:`tp_ext.shares`, of which plans know nothing."""
-    if current_shares() is not None:
+def shares_of_plan(shares: Any, p: int, options: PlanOptions) -> Weights | None:
+    """Returns the shares of p ranks, those of the context :func:`tp_ext.shares` unless they are given; None: equal.
+
+    Raises:
+        TypeError: they are no numbers. ValueError: they are no weights of p ranks, others than those of the context, or
+            with an option that has no such form.
+    """
+    check_int(least=1, p=p)
+    context = current_shares() if p > 1 else None
+    if shares is None and context is None:
+        return None
+    weights = checked_weights(shares) if shares is not None else context.weights  # type: ignore[union-attr]
+    if context is not None and ratios(weights) != ratios(context.weights):
+        raise ValueError(f"shares: {list(weights)} must be those of tp_ext.shares, {list(context.weights)}")
+    if len(weights) != p:
+        raise ValueError(f"shares: {list(weights)} are {len(weights)} weights, and must be one for each rank, p = {p}")
+    if p == 1:
+        return None
+    if not all(weights):
         raise ValueError(
-            "shares: models of tp_ext.auto are sharded equally; leave tp_ext.shares, or build the model of layers of "
-            "tp_ext"
+            f"shares: {list(weights)} must be above 0: the code of a model of tp_ext.auto computes with a rank's "
+            "shard; a model of layers of tp_ext may have a rank without any"
         )
+    for weight in weights:
+        if not isinstance(weight, int | float):
+            raise TypeError(f"shares: {weight!r} must be an integer or a float, which the file of a plan holds")
+    if options.invariant_blocks is not None:
+        raise ValueError(f"shares: {list(weights)} must not be given with invariant_blocks, which cut dims by blocks")
+    if context is not None and not context.tokens and options.sequence_parallel is not False:
+        raise ValueError(
+            f"shares: tokens=False must not be combined with sequence_parallel={options.sequence_parallel!r}: tokens "
+            "of models of tp_ext.auto follow the shares"
+        )
+    # 2.0 is 2: files and ranks must have one text for it
+    return tuple(int(weight) if weight == int(weight) else weight for weight in weights)
+
+
+def problem_of_context(plan: Plan) -> str:
+    """Returns why a plan must not be applied in the context :func:`tp_ext.shares`, or ""."""
+    context = current_shares()
+    if context is None or plan.p == 1:
+        return ""
+    if plan.shares is None or ratios(plan.shares) != ratios(context.weights):
+        of_plan = None if plan.shares is None else list(plan.shares)
+        return f"shares: those of the plan, {of_plan}, must be those of tp_ext.shares, {list(context.weights)}"
+    return "shares: tokens=False must not be combined with a plan that shards tokens" * bool(
+        plan.tokens and not context.tokens
+    )
 
 
 def check_is_no_layer(model: nn.Module) -> None:
@@ -104,7 +144,6 @@ def _is_known(operator: str) -> bool:
 def check_blocks_of(plan: Any, blocks: Any) -> None:
     """Raises ValueError unless a plan has the blocks that ``apply`` is given, if any, or in ``tp_invariant`` some, and
     RuntimeError if it has and products are not reproducible."""
-    refuse_context()
     of_plan = getattr(plan, "invariant_blocks", None)
     if blocks is not None and blocks != of_plan:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from copy import copy as shallow_copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,17 +52,21 @@ from tp_ext.model.fused_paths import refuse_fused_paths
 from tp_ext.model.layouts import carry_attributes, declare_layouts, hooks_of, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.sharding import Layout
+from tp_ext.share_sizes import Shares, split_sizes, using_shares
 
 
 def apply_quietly(
-    plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None
+    plan: Plan, model: nn.Module, group: Group, *, verify: bool = False, example: Any = None, problem: str = ""
 ) -> nn.Module:
-    """Shards a model by a plan, as :func:`tp_ext.auto.apply`, without its warning."""
+    """Shards a model by a plan, as :func:`tp_ext.auto.apply`, without its warning.
+
+    ``problem``: an error of this rank, which is raised on all.
+    """
     check_apply(plan, model, verify, example)
     parallel = parallel_group(group)
     if plan.p != parallel.size:
         raise ValueError(f"plan: is for p = {plan.p} and must be for the {parallel.size} ranks of the group")
-    _compare_over_group(plan, model, group)
+    _compare_over_group(plan, model, group, problem)
     # A copy of the full weights, which the model does not have after it is sharded
     reference = reference_of(plan, model) if verify else None
     before = before_edits(model)
@@ -70,7 +75,9 @@ def apply_quietly(
         if plan.shardings and plan.example is not None:
             keep_names(model)
             structure = structure_of(model)
-        with using_blocks(plan.invariant_blocks):
+        # Tokens of these layers have sizes of their own
+        shares = None if plan.shares is None else Shares(plan.shares, tokens=False)
+        with using_blocks(plan.invariant_blocks), using_shares(shares):
             _Applied(plan, model, parallel).apply(structure is not None)
         if structure is not None:
             guard = Guard(plan, structure, apply_quietly, parallel, Baseline.of(model))
@@ -106,19 +113,20 @@ def _misfit(plan: Plan, model: nn.Module) -> str:
     return f"{unplanned[0]} is no parameter of the planned model" if unplanned else ""
 
 
-def _compare_over_group(plan: Plan, model: nn.Module, group: Group) -> None:
+def _compare_over_group(plan: Plan, model: nn.Module, group: Group, problem: str) -> None:
     """Raises the same ValueError on all ranks unless all have the same plan, and models of the same structure."""
     kinds = [(name, type(module).__qualname__) for name, module in model.named_modules()]
     dtypes = [(name, str(t.dtype), t.requires_grad) for name, t in model.named_parameters()]
     # A rank that fails alone does not raise yet: the others would wait for it in the all-gather
-    failed = _misfit(plan, model) or _prove(plan, model, group)
+    misfit = problem or _misfit(plan, model) or _prove(plan, model, group)
+    failed = misfit if problem or not misfit else f"model: {misfit}"
     description = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), failed
     descriptions = (
         all_gather_objects(description, process_group(group)) if parallel_group(group).size > 1 else [description]
     )
     for _, _, failed in descriptions:
         if failed:
-            raise ValueError(f"model: {failed}")
+            raise ValueError(failed)
     for rank, other in enumerate(descriptions):
         for name, mine, first in zip(("plan", "model"), other[:2], descriptions[0][:2], strict=True):
             if mine != first:
@@ -185,6 +193,7 @@ def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
     example = example_for(plan, model)
     edits = LocalEdits(
         p=plan.p,
+        token_sizes=partial(split_sizes, p=plan.p, weights=plan.shares),
         roles=plan.roles,
         heads=plan.heads,
         shardings=plan.shardings,
@@ -213,7 +222,7 @@ class _Applied:
         self.edits: EditsOfModules = {}
         self.new: dict[int, nn.Parameter] = {}  # by id of the full one, so that tied ones stay tied
         self.entered_copied: dict[str, list[str]] = {}  # module -> parameters with rows that other ranks hold
-        self.tokens = TokenLengths(group) if plan.tokens else None
+        self.tokens = TokenLengths(group, shares=plan.shares) if plan.tokens else None
         self.scattered = {edit.module: edit.dim for edit in plan.tokens if edit.types == (P, S)}
 
     def apply(self, is_guarded: bool) -> None:
@@ -243,6 +252,8 @@ class _Applied:
             if name in self.scattered:
                 layer = self.model.get_submodule(name)
                 layer.tp_tokens, layer.tp_tokens_dim = self.tokens, self.scattered[name]  # type: ignore[assignment]
+        for name in self.plan.roles if self.plan.shares is not None else ():
+            self.model.get_submodule(name).shares = self.plan.shares  # type: ignore[assignment]
         refuse_fused_paths(self.model, list(self.plan.shardings))
         self.shard_buffers()
         self.fuse_norms()

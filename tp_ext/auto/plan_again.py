@@ -131,6 +131,7 @@ def _compared(plan: Plan, call: OtherCall) -> tuple[str, CallEdits | None, set[C
         invariant_blocks=plan.invariant_blocks,
         only=only,
         local=[local_of(plan.patches, plan.sizes, rank) for rank in range(plan.p)],
+        shares=plan.shares,
     )
     planner = Planner(call.structure, call.example, plan.p, record, options)
     again = planner.decide()

@@ -7,12 +7,19 @@ import contextlib
 import gc
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from tp_ext.auto.argument_checks import check_example, check_is_no_layer, check_plan_options, check_planned_model
+from tp_ext.auto.argument_checks import (
+    check_example,
+    check_is_no_layer,
+    check_plan_options,
+    check_planned_model,
+    shares_of_plan,
+)
 from tp_ext.auto.check_applied import WHOLE_BY_HINT
 from tp_ext.auto.execute import apply_quietly
 from tp_ext.auto.proof.prove_values import UnprovenError
@@ -44,6 +51,7 @@ def plan(
     prove: str | bool = "values",
     budget: float = BUDGET,
     invariant_blocks: int | None = None,
+    shares: Iterable[float] | None = None,
 ) -> Plan:
     """Derives how a model is sharded over p ranks, from one run of its forward on fake tensors.
 
@@ -76,6 +84,8 @@ def plan(
             fewer heads and features, or is proven by shapes alone, which its table says.
         invariant_blocks: the number of blocks into which sharded dims are cut, as in :func:`tp_ext.tp_invariant`, also
             for p = 1: the model that :func:`apply` makes then trains to the same bits for every p up to it.
+        shares: one number above 0 for each rank, which has that share of each sharded dim, and of tokens, as in
+            :func:`tp_ext.shares`; default: that of the context. What would leave a rank without a unit stays whole.
 
     Returns:
         The :class:`Plan`, the same on every rank of every process.
@@ -88,12 +98,14 @@ def plan(
             weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
             its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``; with ``invariant_blocks``:
             fewer than p, sequence parallelism, a rank that would have no unit of a sharded dim, and operators whose
-            bits would depend on p, by module, name and line. TypeError: an argument of another type.
+            bits would depend on p, by module, name and line; shares that are not p numbers above 0, others than those
+            of the context, or with ``invariant_blocks``. TypeError: an argument of another type.
     """
     check_planned_model(model)
     check_example(example)
     options = PlanOptions({} if hints is None else hints, memory_budget, sequence_parallel, invariant_blocks)
     check_plan_options(p, options, rules, strict, prove, budget)
+    options = replace(options, shares=shares_of_plan(shares, p, options))
     check_is_no_layer(model)
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     check_hints(model, options.hints)
@@ -164,7 +176,8 @@ def replan_in_blocks(of: Plan, model: nn.Module, blocks: int) -> Plan:
     hints = {name: "whole" for name, reason in of.whole.items() if reason.startswith(WHOLE_BY_HINT)}
     tokens = bool(of.tokens)
     example = example_for(of, model)
-    return plan(model, example, of.p, hints=hints, rules=of.rules, sequence_parallel=tokens, invariant_blocks=blocks)
+    options: dict[str, Any] = {"invariant_blocks": blocks, "shares": of.shares}
+    return plan(model, example, of.p, hints=hints, rules=of.rules, sequence_parallel=tokens, **options)
 
 
 def _decided(planner: Planner, prove: str | bool, rules: Mapping[str, Rule], budget: float) -> Plan:

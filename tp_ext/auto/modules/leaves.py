@@ -23,6 +23,7 @@ from tp_ext.nn.forms import scattered_sum
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.nn.norm import RMSNorm
 from tp_ext.sharding import Layout, Sharding
+from tp_ext.share_sizes import Weights
 
 CONVERSIONS = ("_to_copy", "to")
 CALLS = ["pow", "mean", "add", "rsqrt", "mul", "mul"]  # of an RMS norm
@@ -77,6 +78,7 @@ class RowConv1D(nn.Module):
         sharding: of the weight, on dim 0.
     """
 
+    shares: Weights | None = None
     tp_tokens: TokenLengths | None = None
     tp_tokens_dim: int = 0
 
@@ -107,6 +109,7 @@ class RowsOfTable(nn.Module):
     tp_group: ParallelGroup
     first_row: int
     local_rows: int
+    shares: Weights | None = None
     tp_tokens: TokenLengths | None = None
     tp_tokens_dim: int = 0
 

@@ -20,6 +20,7 @@ from tp_ext.group import ParallelGroup
 from tp_ext.invariance import refuse_compiled, using_blocks
 from tp_ext.nn.loss import vocab_parallel_cross_entropy
 from tp_ext.nn.sampling import vocab_parallel_argmax
+from tp_ext.share_sizes import split_sizes
 
 SAME_COLUMNS = {
     "to", "float", "double", "half", "bfloat16", "contiguous", "clone", "detach", "type", "cuda", "cpu", "neg", "tanh",
@@ -96,6 +97,12 @@ class ShardedLogits(Tensor):
     def _vocab(cls) -> int:
         return sum(cls.sizes)
 
+    @classmethod
+    def _unequal(cls) -> list[int] | None:
+        """The sizes where they are not those that functions of the vocabulary know."""
+        known = cls.blocks is not None or list(cls.sizes) == split_sizes(cls._vocab(), cls.group.size)
+        return None if known else list(cls.sizes)
+
 
 @functools.lru_cache(maxsize=1024)  # simulations have names of their own
 def logits_type(group: ParallelGroup, sizes: tuple[int, ...], blocks: int | None = None) -> type[ShardedLogits]:
@@ -163,6 +170,7 @@ def _cross_entropy(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kw
             ignore_index=ignored,
             label_smoothing=arguments.get("label_smoothing", 0.0),
             reduction=reduction,
+            sizes=cls._unequal(),
         )
     # The mean of no rows is NaN in torch, without a gradient, and 0 in our function
     return loss.masked_fill((target == ignored).all(), torch.nan) if reduction == "mean" else loss
@@ -174,7 +182,8 @@ def _argmax(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -
     if dim not in (-1, x.dim() - 1) or any(args[2:]):
         return NotImplemented
     with using_blocks(cls.blocks):
-        return vocab_parallel_argmax(local(x).contiguous(), cls.group.name or None, vocab_size=cls._vocab())
+        options: dict[str, Any] = {"vocab_size": cls._vocab(), "sizes": cls._unequal()}
+        return vocab_parallel_argmax(local(x).contiguous(), cls.group.name or None, **options)
 
 
 def _view(cls: Cls, func: Any, x: ShardedLogits, args: Args, kwargs: Kwargs) -> Any:

@@ -19,7 +19,7 @@ from tp_ext.auto.record.edits import LeafPath, edits_of
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.search.localize import argument_path, leaf_at
 from tp_ext.group import ParallelGroup
-from tp_ext.sharding import split_sizes
+from tp_ext.share_sizes import Weights, split_sizes
 
 MAX_KNOWN = 4096  # storages, beyond which those that are gone are dropped
 
@@ -32,7 +32,7 @@ class TokenLengths:
         length: None: they are whole. forwards: of the model that run now. records: the running one records gradients,
         and may shard tokens. backward: the one in which a recomputation last set the length. whole: that of a call
         which must not shard tokens.
-        known: storage of an argument -> the length of its tokens.
+        known: storage of an argument -> the length of its tokens. shares: by which the ranks share tokens.
     """
 
     group: ParallelGroup
@@ -42,9 +42,10 @@ class TokenLengths:
     backward: int = -1
     whole: int = -1
     known: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict, repr=False)
+    shares: Weights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(TokenLengths(self.group))  # of no run
+        return vars(TokenLengths(self.group, shares=self.shares))  # of no run
 
     def enter(self, length: int) -> list[int] | None:
         """Begins to shard tokens of a full length; returns the lengths on the ranks, None: they stay whole."""
@@ -53,12 +54,15 @@ class TokenLengths:
         if not self.forwards:
             self.backward = _backward()
             shards = self.backward >= 0 and self.backward != self.whole
-        self.length = length if shards and length >= self.group.size else None
+        shards = shards and length >= self.group.size
+        if shards and self.shares is not None:  # by which a rank may have none of few tokens
+            shards = all(split_sizes(length, self.group.size, self.shares))
+        self.length = length if shards else None
         return self.sizes()
 
     def sizes(self) -> list[int] | None:
         """Returns the lengths on the ranks of the tokens that were sharded last, None: they are whole."""
-        return None if self.length is None else split_sizes(self.length, self.group.size)
+        return None if self.length is None else split_sizes(self.length, self.group.size, self.shares)
 
     def sizes_of(self, x: Tensor, dim: int) -> list[int] | None:
         """Returns :meth:`sizes` for a tensor that is sharded unless its tokens are whole.

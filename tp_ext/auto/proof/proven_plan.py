@@ -38,6 +38,7 @@ from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
 from tp_ext.conversions import P, S
 from tp_ext.sharding import Sharding
+from tp_ext.share_sizes import Weights
 
 
 class PlannerOf(Protocol):
@@ -84,7 +85,7 @@ class Prover:
         carried: Plan | None = None,
     ) -> None:
         self.gradients, self.read, self.carried = gradients, read, carried
-        self.planner_of, self.apply = planner_of, apply
+        self.planner_of, self.apply, self.shares = planner_of, apply, plan.shares
         self.shapes = [t.shape for t in model.parameters()]
         self.p, self.reduced, self.example = self._reduced(model, example, plan, budget)
         # Grouped products of torch exist for some types only: None leaves those of the model
@@ -138,7 +139,7 @@ class Prover:
             UnprovenError: the model with fewer layers does not run.
         """
         # Other masks and lengths would lead to other code
-        short = example if self.read is not None else few_tokens(example, p)
+        short = example if self.read is not None else few_tokens(example, p, fewer_shares(self.shares, p))
         lengths = [[t.shape for _, t in tensors(arguments)] for arguments in (short, example)]
         for candidate in [short, example] if lengths[0] != lengths[1] else [example]:
             if candidate is example and [t.shape for t in reduced.parameters()] == self.shapes:
@@ -231,6 +232,8 @@ class Prover:
         """
         if plan is None:
             plan = self.planner_of(self.reduced, self.example, self.p, only, whole_tokens).decide()
+            if self.shares is not None and len(self.shares) > self.p and plan.shardings.keys() != only.keys():
+                raise UnprovenError(f"by shares {list(self.shares)} of fewer ranks it shards other weights")
         # With nothing sharded both models are the same
         if not plan.shardings:
             return ""
@@ -313,7 +316,8 @@ def prover_of(
             last[:] = [(model, example, traced(model, example, rules, planner.record.shares_inputs))]
         record = last[0][2]
         tokens = POSSIBLE if planner.proves_tokens else False
-        options = PlanOptions(sequence_parallel=tokens, invariant_blocks=planner.blocks, only=only, local=planner.given)
+        ranks: dict[str, Any] = {"invariant_blocks": planner.blocks, "shares": fewer_shares(planner.shares, p)}
+        options = PlanOptions(sequence_parallel=tokens, only=only, local=planner.given, **ranks)
         part = Planner(model, example, p, record, options)
         part.whole_tokens = {**planner.whole_tokens, **(whole_tokens or {})}
         part.larger = planner
@@ -323,6 +327,14 @@ def prover_of(
     gradients = not planner.record.shares_inputs
     read = planner.record.read
     return Prover(planner.model, planner.example, plan, planner_of, budget, apply, gradients, read, carried)
+
+
+def fewer_shares(shares: Weights | None, p: int) -> Weights | None:
+    """Returns the shares of p of the ranks, in their order: the least, the largest and others between."""
+    if shares is None or len(shares) <= p:
+        return shares
+    by_weight, most = sorted(range(len(shares)), key=shares.__getitem__), len(shares) - 1
+    return tuple(shares[rank] for rank in sorted(by_weight[i * most // (p - 1)] for i in range(p)))
 
 
 def alone(planner: Planner) -> Plan:
@@ -340,8 +352,9 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
     """Returns the plan of one rank: its linear layers are replaced as by ``plan``, so that adapters fit them, its
     attention and its random calls, so that masks are the same numbers; every shard is whole."""
     roles = {n: role for n, role in plan.roles.items() if role == "attention" or isinstance(modules[n], nn.Linear)}
+    equal: dict[str, Any] = {"copies": 1, "groups": 1, "blocks": 0, "shares": None}
     shardings = {
-        name: Sharding(sharding.dim, [replace(part, copies=1, groups=1, blocks=0) for part in sharding.parts])
+        name: Sharding(sharding.dim, [replace(part, **equal) for part in sharding.parts])
         for name, sharding in plan.shardings.items()
         if name.rpartition(".")[0] in roles
     }
@@ -365,6 +378,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
         whole_tokens={},
         invariant_blocks=None,
         functions=[],
+        shares=None,
     )
 
 

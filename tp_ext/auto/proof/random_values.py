@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tp_ext.auto.record.arguments import with_strides_of, with_tensors
 from tp_ext.auto.record.record import tensors
 from tp_ext.auto.record.trace import Arguments, arguments
+from tp_ext.share_sizes import Weights, split_sizes
 
 FEW = 64  # tokens with which the example is run as it is
 
@@ -98,14 +99,18 @@ def examples(example: Any, dtype: torch.dtype | None, read: Collection[int] = ()
     return [given] if batch is None else [given, with_tensors(given, other)]
 
 
-def few_tokens(example: Any, p: int) -> Any:
-    """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both."""
+def few_tokens(example: Any, p: int, shares: Weights | None = None) -> Any:
+    """The example with a batch of at most 2 and at most 2 p + 3 tokens, if its first tensor of integers has both; more,
+    where a rank has none of so few by its share."""
     args, kwargs = arguments(example)
     ids = next((t for _, t in tensors((args, kwargs)) if t.dim() == 2 and not t.is_floating_point()), None)
     # Images and features have no dim that is known to be of tokens
     if ids is None or ids.numel() <= FEW:
         return example
-    lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(2 * p + 3, ids.shape[1])}
+    tokens = 2 * p + 3
+    while shares is not None and tokens < ids.shape[1] and not all(split_sizes(tokens, p, shares)):
+        tokens += p
+    lengths = {ids.shape[0]: min(2, ids.shape[0]), ids.shape[1]: min(tokens, ids.shape[1])}
 
     def shorter(x: Tensor) -> Tensor:
         # A mask [batch, 1, query, key] has tokens in its last dims, too

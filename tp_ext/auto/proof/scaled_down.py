@@ -25,6 +25,7 @@ from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.integers import IntegerSearch
 from tp_ext.auto.search.localize import Localized, MismatchError, PatchesOf, Shapes, SizesOf, is_conv1d, patch
 from tp_ext.auto.search.rounds import Planner
+from tp_ext.share_sizes import split_sizes
 
 NORMS = nn.LayerNorm, nn.RMSNorm
 LARGE_DIM = 1024  # elements of a dim that is not sharded, from which on it has fewer
@@ -110,12 +111,22 @@ def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom
     Atoms of different length keep different lengths: an integer of the code must have one meaning."""
     lengths = sorted({decision.sharded[-1].size for decision in decisions})
     units: dict[Atom, int] = {}
+    two = _two_a_rank(decisions)
     for decision in decisions:
         target, ranks = decision.sharded[-1], decision.p if decision.group is None else decision.p // decision.atom.size
-        least = -(-ROWS // ranks) if decision.atom in tables else 2
+        least = max(-(-ROWS // ranks), two) if decision.atom in tables else two
         few = ranks * (least + lengths.index(target.size)) + bool(target.size % ranks)
         units[target] = min(target.size, few)
     return units
+
+
+def _two_a_rank(decisions: Sequence[Decision]) -> int:
+    """Returns how many units there are for each rank: two, or as many as leave no rank without one by its share."""
+    shares = next((decision.shares for decision in decisions), None)
+    if shares is None:
+        return 2
+    p, most = len(shares), max(decision.atom.size for decision in decisions)
+    return next(n for n in itertools.count(2) if n * p >= most or all(split_sizes(n * p, p, shares)))
 
 
 def _others(part: Planner, units: Iterable[Atom]) -> dict[Atom, int]:

@@ -20,6 +20,7 @@ from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Record
 from tp_ext.invariance import units_of_rank
 from tp_ext.sharding import Part, Sharding
+from tp_ext.share_sizes import Weights, split_sizes
 
 SMALL_TABLE = 0.01  # of all parameters: an embedding below costs more in its all-reduce than its bytes are worth
 MAX_BRANCHES = 1000  # of the search among candidates that exclude each other
@@ -39,13 +40,14 @@ class Decision:
     """An atom to be sharded over p ranks, and the parameters that it shards, by name.
 
     ``group``: the atom sharded further where ``atom`` has fewer elements than ranks: the query heads of each KV head.
-    ``blocks``: those of ``tp_invariant`` that the atom is cut into; 0: it is not cut so.
+    ``blocks``: those of ``tp_invariant`` that the atom is cut into; 0: it is not cut so. ``shares``: of the ranks.
     """
 
     atom: Atom
     p: int
     group: Atom | None = None
     blocks: int = 0
+    shares: Weights | None = None
     parameters: dict[str, Cut] = field(default_factory=dict)
 
     @property
@@ -58,14 +60,17 @@ class Decision:
             start, stop = units_of_rank(self.atom.size, self.blocks, rank, self.p)
             return {self.atom: stop - start}
         if self.group is None:
-            return {self.atom: self.atom.size // self.p + (rank < self.atom.size % self.p)}
+            return {self.atom: split_sizes(self.atom.size, self.p, self.shares)[rank]}
         holders = self.p // self.atom.size
-        return {self.atom: 1, self.group: self.group.size // holders + (rank % holders < self.group.size % holders)}
+        return {self.atom: 1, self.group: split_sizes(self.group.size, holders)[rank % holders]}
 
     def parts(self, dim: Dim) -> list[Part] | None:
         """The parts of a dim, sharded by this atom; None if it does not occur as the slowest of any."""
         slowest = list(majors(dim))
         if not any(major.atom is self.atom for major in slowest):
+            return None
+        # Ranks of shares hold no part that all ranks have
+        if self.shares is not None and any(major.atom is not self.atom for major in slowest):
             return None
         return [self._part(major) for major in slowest]
 
@@ -74,7 +79,7 @@ class Decision:
         if major.atom is not self.atom:  # a part that all ranks hold: k and v of multi-query attention
             return Part(size, unit=size, copies=self.p)
         if self.group is None:
-            return Part(size, unit=major.unit, blocks=self.blocks)
+            return Part(size, unit=major.unit, blocks=self.blocks, shares=self.shares)
         # Query heads are divided among the holders of their KV head, which all hold its k and v
         if major.inner and major.inner[0] is self.group:
             return Part(size, unit=major.unit // self.group.size, groups=self.atom.size)
@@ -102,14 +107,16 @@ class Decision:
         return sum(cut.tensor.numel() for cut in self.parameters.values()) * (1 - 1 / max(self.p, 2))
 
 
-def decisions(record: Record, p: int, may_shard: Callable[[str, int], bool], blocks: int = 0) -> list[Decision]:
+def decisions(
+    record: Record, p: int, may_shard: Callable[[str, int], bool], blocks: int = 0, shares: Weights | None = None
+) -> list[Decision]:
     """All candidates, with the parameters that each would shard; ``may_shard(name, dim)``: whether hints allow it."""
     by_sharded_atom: dict[Atom, Decision] = {}
     by_atom = _majors_by_atom(record)
     for id_, (name, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
             for major in majors(label) if may_shard(name, dim) else ():
-                decision = by_sharded_atom.get(major.atom) or _decision(major.atom, p, by_atom, blocks)
+                decision = by_sharded_atom.get(major.atom) or _decision(major.atom, p, by_atom, blocks, shares)
                 if decision is None:
                     continue
                 by_sharded_atom[major.atom] = decision
@@ -183,7 +190,9 @@ def _majors_by_atom(record: Record) -> dict[Atom, list[Major]]:
     return by_atom
 
 
-def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]], blocks: int) -> Decision | None:
+def _decision(
+    atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]], blocks: int, shares: Weights | None
+) -> Decision | None:
     """The decision to shard an atom; None if it is pinned, or has fewer elements than ranks and no group to shard."""
     if atom.pinned:
         return None
@@ -191,6 +200,8 @@ def _decision(atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]], blocks: i
         decision = Decision(atom, p, blocks=blocks)
         is_held = atom.size > 1 and all(decision.sizes(rank)[atom] for rank in range(p))
         return decision if is_held else None
+    if shares is not None:
+        return Decision(atom, p, shares=shares) if all(split_sizes(atom.size, p, shares)) else None
     if atom.size >= p:
         return Decision(atom, p)
     # Each KV head needs the same number of holders
@@ -210,6 +221,7 @@ def choose(
     memory_budget: float | None = None,
     small_tables_whole: bool = True,
     blocks: int = 0,
+    shares: Weights | None = None,
 ) -> list[Decision]:
     """Chooses the decisions that leave the fewest bytes on a rank, no parameter sharded twice.
 
@@ -220,7 +232,7 @@ def choose(
     """
     if p == 1 and not blocks:
         return []
-    candidates = decisions(record, p, may_shard, blocks)
+    candidates = decisions(record, p, may_shard, blocks, shares)
     total = sum(tensor.numel() for _, tensor in record.parameters.values())
     tables = {id(step.inputs[0]) for step in record.steps if row_of(step.name).looks_up}
 
@@ -244,7 +256,9 @@ def _bytes_left(record: Record, chosen: Iterable[Decision]) -> float:
     total = sum(tensor.numel() * tensor.element_size() for _, tensor in record.parameters.values())
     for decision in chosen:
         for cut in decision.parameters.values():
-            local = math.prod(cut.sharding.local_shape(cut.tensor.shape, 0, decision.p))
+            # By shares any rank may have the most; what is saved there is less for all parameters alike
+            fullest = 0 if decision.shares is None else decision.shares.index(max(decision.shares))
+            local = math.prod(cut.sharding.local_shape(cut.tensor.shape, fullest, decision.p))
             total -= (cut.tensor.numel() - local) * cut.tensor.element_size()
     return total
 

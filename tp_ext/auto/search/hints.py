@@ -10,6 +10,7 @@ from torch import nn
 
 from tp_ext.auto.search.integers import Local
 from tp_ext.mesh_program.partition_spec import P
+from tp_ext.share_sizes import Weights
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class PlanOptions:
     Attributes:
         only: the parameters that may be sharded, with the dim; None: all.
         local: the code of each rank of a plan that is carried out; another call runs with the same.
+        shares: the weights of the ranks (:func:`tp_ext.shares`).
     """
 
     hints: Mapping[str, str | P] = field(default_factory=dict)
@@ -27,6 +29,7 @@ class PlanOptions:
     invariant_blocks: int | None = None
     only: Mapping[str, int] | None = None
     local: Sequence[Local] = ()
+    shares: Weights | None = None
 
 
 def check_hints(model: nn.Module, hints: Mapping[str, str | P]) -> None:

@@ -32,7 +32,7 @@ from tp_ext.auto.search.reasons import failure_of
 from tp_ext.auto.search.sizes import Observer, SizedForward
 from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, S
-from tp_ext.sharding import Sharding, split_sizes
+from tp_ext.sharding import Sharding
 
 VIEW_CALLS = {
     "__getitem__", "expand", "reshape", "view", "unsqueeze", "squeeze", "contiguous", "transpose",
@@ -71,6 +71,7 @@ class LocalEdits:
     buffers: Mapping[str, Sequence[Sharding]]
     slices: Sequence[Conversion]
     tokens: Sequence[Conversion]
+    token_sizes: Callable[[int], list[int]]  # those of each rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,8 @@ class Localized:
             lengths = list(tensor.shape)
             # By the place of the call: a tensor may be whole in some uses and sharded on its tokens in others
             if tokens is not None and (token_range := tokens.range_of_call(tensor, index)) is not None:
-                dim, atom = token_range.dim, token_range.atom
-                lengths[dim] = local_length(record.dims_of(tensor)[dim], {atom: split_sizes(atom.size, self.p)[rank]})
+                dim, atom, sizes_of = token_range.dim, token_range.atom, self.edits.token_sizes
+                lengths[dim] = local_length(record.dims_of(tensor)[dim], {atom: sizes_of(atom.size)[rank]})
             return tuple(lengths)
 
         return [(m, name, [shape(t, i) for t in results]) for i, (m, name, results) in self.numbered_calls()]
@@ -184,7 +185,7 @@ class Localized:
                 model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
             lengths: list[int] = []
             for tokens in self.edits.tokens:
-                hook, module = _LocalTokens(tokens, rank, p, lengths), model.get_submodule(tokens.module)
+                hook, module = _LocalTokens(tokens, rank, self.edits, lengths), model.get_submodule(tokens.module)
                 if tokens.at == "argument":
                     module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
                 else:
@@ -292,8 +293,8 @@ class _Sliced:
 class _LocalTokens:
     """A boundary of sharded tokens, on fakes: only shapes change, by calls that the proof does not see."""
 
-    def __init__(self, tokens: Conversion, rank: int, p: int, lengths: list[int]) -> None:
-        self.tokens, self.rank, self.p = tokens, rank, p
+    def __init__(self, tokens: Conversion, rank: int, edits: LocalEdits, lengths: list[int]) -> None:
+        self.tokens, self.rank, self.edits = tokens, rank, edits
         self.lengths = lengths  # that of the tokens sharded last; shared by all boundaries
 
     def of_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -307,7 +308,7 @@ class _LocalTokens:
         with torch._C.DisableTorchFunction():
             if self.tokens.types in ((P, S), (I, S)):
                 self.lengths[:] = [x.shape[dim]]
-                return x.narrow(dim, 0, split_sizes(x.shape[dim], self.p)[self.rank])
+                return x.narrow(dim, 0, self.edits.token_sizes(x.shape[dim])[self.rank])
             if self.tokens.types == (S, S):
                 return x
             # Shards may be uneven, so that the full length does not follow from this rank's

@@ -34,6 +34,7 @@ from tp_ext.checkpoint.files.plain_values import read_json
 from tp_ext.checkpoint.files.typed_values import value_of
 from tp_ext.conversions import I, P, R, S, Type
 from tp_ext.sharding import Part, Sharding
+from tp_ext.share_sizes import Weights
 
 VERSION = 8
 UNKNOWN = {"unknown": True}  # the description of an example that JSON does not hold
@@ -74,6 +75,7 @@ class Plan:
         invariant_blocks: those of :func:`tp_ext.tp_invariant` into which sharded dims are cut; None: not cut so.
         functions: with blocks: modules in whose calls functions of torch are replaced by some whose result does not
             depend on the shard.
+        shares: the weights of the ranks (:func:`tp_ext.shares`); None: equal shares.
     """
 
     p: int
@@ -101,6 +103,7 @@ class Plan:
     direct_calls: list[DirectCall] = field(default_factory=list)
     invariant_blocks: int | None = None
     functions: list[str] = field(default_factory=list)
+    shares: Weights | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -108,7 +111,10 @@ class Plan:
         return _digest(self._content())
 
     def _content(self) -> dict[str, Any]:
-        return {"version": VERSION, **dataclasses.asdict(self)}
+        content = {"version": VERSION, **dataclasses.asdict(self)}
+        if self.shares is None:  # as files had it before there were shares
+            del content["shares"]
+        return content
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, with the SHA-256 of its content."""
@@ -140,6 +146,8 @@ class Plan:
         """Raises ValueError for values of the right types that no plan has."""
         check_int(least=1, p=self.p)
         check_int(least=1, or_none=True, invariant_blocks=self.invariant_blocks)
+        if any(part.shares != self.shares for sharding in self.shardings.values() for part in sharding.parts):
+            raise ValueError(f"shares: {self.shares} must be those of all shardings")
         for name, shape in self.shapes.items():
             if any(n < 0 for n in shape):
                 raise ValueError(f"shapes: {shape} of {name!r} must have no negative number")
@@ -230,17 +238,9 @@ class Plan:
         if not isinstance(tp_plan, dict):
             raise TypeError(f"tp_plan: {tp_plan!r} must be a dict; this model may have none")
         mine = {_folded(name): role for name, role in self.roles.items()}
-        differences = []
+        differences, styles = [], {"colwise": "column", "embedding": "vocab", "rowwise": "row"}
         for pattern, style in tp_plan.items():
-            role = (
-                "column"
-                if "colwise" in style
-                else "vocab"
-                if "embedding" in style
-                else "row"
-                if "rowwise" in style
-                else None
-            )
+            role = next((role for part, role in styles.items() if part in style), None)
             # transformers names modules from the base model on, ours may have its prefix
             role_here = next((mine[name] for name in mine if name == pattern or name.endswith("." + pattern)), None)
             if role is not None and role_here != role:
@@ -302,7 +302,10 @@ class Plan:
             if sharding is None:
                 rows.append((pattern + times, shape, "-", shape, "", self.whole[name]))
                 continue
-            local = " x ".join(map(str, sharding.local_shape(self.shapes[name], 0, self.p)))
+            local_shape: list[Any] = [*sharding.local_shape(self.shapes[name], 0, self.p)]
+            if self.shares is not None:
+                local_shape[sharding.dim] = sharding.local_sizes(self.p)
+            local = " x ".join(map(str, local_shape))
             parts = " | ".join(_part_text(part) for part in sharding.parts)
             rows.append(
                 (
@@ -322,8 +325,11 @@ class Plan:
         forward = [collective for collective in self.collectives if collective.direction == "forward"]
         backward = [collective for collective in self.collectives if collective.direction == "backward"]
         lines.append("")
+        ranks = range(1 if self.shares is None else self.p)
+        per_rank = ", ".join(_size(self.parameter_bytes(rank)) for rank in ranks)
+        shares = "" if self.shares is None else f", shares {list(self.shares)}"
         lines.append(
-            f"p = {self.p}: parameters {_size(self.parameter_bytes())} -> {_size(self.parameter_bytes(0))} per rank; "
+            f"p = {self.p}{shares}: parameters {_size(self.parameter_bytes())} -> {per_rank} per rank; "
             f"collectives at the sizes of the example: {len(forward)} forward "
             f"({_size(sum(c.bytes for c in forward))}), "
             f"{len(backward)} backward ({_size(sum(c.bytes for c in backward))})"

@@ -19,6 +19,7 @@ from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.rules import Rule
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.search.choose import Decision
+from tp_ext.share_sizes import Weights, split_sizes
 
 OWN = str(Path(__file__).parents[1])
 TOKEN_SUMS = "tokens"  # no name of a parameter: the key of differences that sums over tokens make
@@ -52,6 +53,7 @@ def reason_of(
     candidates: Callable[[], list[Decision]],
     sharded: Container[str] = (),
     why: Mapping[str, str] | None = None,
+    shares: Weights | None = None,
 ) -> str:
     """Returns why a parameter stays whole: for each dim the operator that pins it, the lengths that p exceeds, or the
     parameter that it goes with.
@@ -69,6 +71,8 @@ def reason_of(
             reasons.append(f"dim {dim}: hints")
         elif pinned := next((major.atom.pinned for major in slowest if major.atom.pinned), None):
             reasons.append(f"{what} is pinned by {pinned}")
+        elif slowest and shares is not None and not all(split_sizes(min(m.atom.size for m in slowest), p, shares)):
+            reasons.append(f"{what} is {_product(slowest)}: by shares {list(shares)} a rank would have none")
         elif slowest and (short := _too_short(record, slowest, p)):
             reasons.append(f"{what} is {_product(slowest)}: p = {p} must be {short}")
         elif slowest:

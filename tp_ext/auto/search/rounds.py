@@ -71,6 +71,7 @@ class Planner:
         self.larger: Planner | None = None  # of a model with more layers, whose code is tried first
         self.model, self.example, self.p, self.record = model, example, p, record
         self.hints, self.budget, self.blocks = options.hints, options.memory_budget, options.invariant_blocks
+        self.shares, self.token_sizes = options.shares, functools.partial(split_sizes, p=p, weights=options.shares)
         self.sequence_parallel, self.proves_tokens = options.sequence_parallel, bool(options.sequence_parallel)
         self.why: dict[str, str] = {}  # parameters that a round left whole, with the reason
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -142,7 +143,8 @@ class Planner:
             raise ValueError(f"{reason}: a dim of {length(dim)} cannot be sharded: {why}")
 
     def state(self) -> State:
-        decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None, self.blocks or 0)
+        ranks: dict[str, Any] = {"blocks": self.blocks or 0, "shares": self.shares}
+        decisions = choose(self.record, self.p, self.may_shard, self.budget, self.only is None, **ranks)
         # A parameter belongs to one decision: no two of those chosen share one
         cut = {name: decision for decision in decisions for name in decision.parameters}
         cuts = {name: cut_ for decision in decisions for name, cut_ in decision.parameters.items()}
@@ -160,7 +162,7 @@ class Planner:
         heads_atoms = {atom for head in heads_found for atom in head.sharded}
         for decision in decisions:
             for cut_ in decision.parameters.values() if decision.atom in heads_atoms else ():
-                cut_.sharding = Sharding(cut_.sharding.dim, [Part(cut_.sharding.size, blocks=self.blocks or 0)])
+                cut_.sharding = Sharding(cut_.sharding.dim, [Part(cut_.sharding.size, **ranks)])
         heads = [
             alias.rpartition(".")[0]
             for name, decision in cut.items()
@@ -202,8 +204,7 @@ class Planner:
         while True:
             finder = Finder(self.record, decisions, roles, heads, cut, tokens, banned)
             finder.find()
-            unwanted = finder.unwanted()
-            if not unwanted:
+            if not (unwanted := finder.unwanted()):
                 return finder
             banned |= unwanted
 
@@ -288,6 +289,7 @@ class Planner:
     def localized(self, state: State) -> Localized:
         edits = LocalEdits(
             p=self.p,
+            token_sizes=self.token_sizes,
             roles=state.roles,
             heads=state.heads,
             shardings=self.shardings(state),
@@ -359,7 +361,7 @@ class Planner:
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
         """Shards tokens until gradients and proof accept; each attempt bans more, and at the end all stay whole."""
         for _ in range(MAX_ROUNDS):
-            tokens = find_tokens(self.record, base.finder, base.roles, self.p, bans, alternative)
+            tokens = find_tokens(self.record, base.finder, base.roles, self.token_sizes, bans, alternative)
             if not tokens.sources:
                 return base
             finder = self.finder(base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
@@ -385,7 +387,7 @@ class Planner:
         lengths = {atom.size for _, atom in state.tokens.entries}
         for rank in range(self.p):
             sizes = [size for decision in state.decisions for size in decision.sizes(rank).values()]
-            key = (*sizes, *(split_sizes(n, self.p)[rank] for n in sorted(lengths)))
+            key = (*sizes, *(self.token_sizes(n)[rank] for n in sorted(lengths)))
             if key not in proofs:
                 local = state.local[rank]
                 proofs[key] = digest(localized.checked(rank, local.patches, local.sizes))
@@ -398,7 +400,7 @@ class Planner:
         edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers]
         self.together = [list(decision.parameters) for decision in state.decisions]
         self.local = dict(state.local)
-        candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard))
+        candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard, shares=self.shares))
         whole = [name for name, _ in self.record.parameters.values() if name not in state.cut]
         plan = Plan(
             p=self.p,
@@ -421,19 +423,18 @@ class Planner:
             outputs=self.outputs(state),
             whole_tokens=state.whole_tokens,
             direct=self.record.direct,
+            shares=self.shares,
         )
         plan.direct_calls = direct_calls(state.finder, plan.edited(), plan.local())
         return plan_in_blocks(plan, state.finder, self.modules, self.blocks) if self.blocks else plan
 
     def outputs(self, state: State) -> list[Output]:
-        summed = {partial.module for partial in state.flow.sums} | {
-            n for n, role in state.roles.items() if role != "column"
-        }
+        summed = {edit.module for edit in state.flow.sums}
+        summed |= {name for name, role in state.roles.items() if role != "column"}
         sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
         outputs = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
-        return (
-            outputs if state.tokens is None else [state.tokens.shown(self.record, output, self.p) for output in outputs]
-        )
+        shown = None if state.tokens is None else state.tokens.shown
+        return outputs if shown is None else [shown(self.record, output, self.token_sizes) for output in outputs]
 
     def reason(self, name: str, state: State, candidates: Callable[[], list[Decision]]) -> str:
         """Returns why a parameter stays whole."""
@@ -442,7 +443,7 @@ class Planner:
         # First: the dims of a parameter that a round has left whole do not show why
         if name in self.why:
             return self.why[name]
-        return reason_of(self.record, name, self.p, self.may_shard, candidates, state.cut, self.why)
+        return reason_of(self.record, name, self.p, self.may_shard, candidates, state.cut, self.why, self.shares)
 
     def draws(self, state: State) -> list[Draw]:
         decisions = [decision for decision in state.decisions if decision.atom not in state.heads_atoms]

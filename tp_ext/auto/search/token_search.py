@@ -3,7 +3,7 @@ slice or to gather, and the next one does without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -17,11 +17,12 @@ from tp_ext.conversions import I, R, Type
 
 ATTENTION = "scaled_dot_product_attention"
 USED_WHOLE = "it is used whole at once"
+SizesOf = Callable[[int], list[int]]  # number of tokens -> those of each rank
 NO_GATHER = ", and no boundary at which to gather them lies before it"
 
 
 def find_tokens(
-    record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int = 0
+    record: Record, finder: Finder, roles: Mapping[str, str], sizes_of: SizesOf, bans: Bans, alternative: int = 0
 ) -> TokenFlow:
     """Finds the tensors that may be sharded on their tokens; the others are added to ``bans``, with the reason.
 
@@ -29,17 +30,17 @@ def find_tokens(
         finder: the communication without, which has been found.
         alternative: index into the candidate token dims, ordered by how many operators mix them.
     """
-    search = _TokenSearch(record, finder, roles, p, bans, alternative)
+    search = _TokenSearch(record, finder, roles, sizes_of, bans, alternative)
     search.run()
     return TokenFlow(record, search.steps, search.ranges, search.gathers, search.source_paths)
 
 
 class _TokenSearch:
     def __init__(
-        self, record: Record, finder: Finder, roles: Mapping[str, str], p: int, bans: Bans, alternative: int
+        self, record: Record, finder: Finder, roles: Mapping[str, str], sizes_of: SizesOf, bans: Bans, alternative: int
     ) -> None:
-        self.record, self.finder, self.roles, self.p, self.bans = record, finder, roles, p, bans
-        self.alternative = alternative
+        self.record, self.finder, self.roles, self.sizes_of, self.bans = record, finder, roles, sizes_of, bans
+        self.alternative, self.p = alternative, len(sizes_of(0))
         self.ranges: dict[int, list[Range]] = {}
         self.steps: dict[int, Atom] = {}  # place -> the atom of the tokens
         self.gathers: list[TokenGather] = []
@@ -111,7 +112,7 @@ class _TokenSearch:
         candidates = [
             (dim, label[0])
             for dim, label in enumerate(map(atoms, self.record.dims_of(tensor)))
-            if len(label) == 1 and label[0].size >= self.p and not self.is_fixed(label[0])
+            if len(label) == 1 and all(self.sizes_of(label[0].size)) and not self.is_fixed(label[0])
         ]
         # Attention mixes the tokens, and few operators the batch. At a tie the later dim: the batch usually comes first
         candidates.sort(key=lambda candidate: (-self.mixed.get(candidate[1], 0), -candidate[0]))

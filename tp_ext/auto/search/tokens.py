@@ -9,7 +9,7 @@ by one, until all that is left has its boundaries (Korthikanti et al., arXiv:220
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from tp_ext.auto.record.record import ModuleCall, Record, tensors
 from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.conversions import I, P, S, Type
-from tp_ext.sharding import split_sizes
 
 END = sys.maxsize
 
@@ -217,14 +216,14 @@ class TokenFlow:
         ranges = self.ranges.get(id(tensor), ())
         return next((r for r in ranges if r.has_call(call) or (r.entered is call and not r.inside)), None)
 
-    def shown(self, record: Record, output: Output, p: int) -> Output:
+    def shown(self, record: Record, output: Output, sizes_of: Callable[[int], list[int]]) -> Output:
         """The result of a module for pictures, which may be sharded on its tokens."""
         call = self._calls[output.module][0]
         token_range = self.range_in(call.outputs[0][1], call)
         if token_range is None or output.module in self.sources:
             return output
         local, label = list(output.local), record.dims_of(token_range.tensor)[token_range.dim]
-        local[token_range.dim] = local_length(label, {token_range.atom: split_sizes(token_range.atom.size, p)[0]})
+        local[token_range.dim] = local_length(label, {token_range.atom: sizes_of(token_range.atom.size)[0]})
         return replace(output, local=tuple(local), state="sharded")
 
     def calls(self) -> Iterator[tuple[Conversion, Tensor]]:
