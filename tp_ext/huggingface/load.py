@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,8 @@ from tp_ext._object_collectives import (
     call_on_all_ranks,
     raise_on_all_ranks,
 )
+from tp_ext.auto.argument_checks import shares_of_plan
+from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.checkpoint.files.safetensors_slices import SlicedTensor
 from tp_ext.checkpoint.files.saved_dtypes import check_saved_dtype, is_plain_float
 from tp_ext.checkpoint.gather import chunk_slices, ranks_of, write_full
@@ -46,6 +48,7 @@ from tp_ext.mesh import mesh_axes
 from tp_ext.mesh_program.partition_spec import P
 from tp_ext.model.census import census
 from tp_ext.model.fqn import Entry
+from tp_ext.share_sizes import checked_weights, split_sizes
 
 T = TypeVar("T")
 
@@ -72,6 +75,7 @@ def from_pretrained(
     invariant_blocks: int | None = None,
     quantize: str | None = None,
     block: int = 64,
+    shares: Iterable[float] | None = None,
     **config_overrides: Any,
 ) -> Any:
     """Loads a model of transformers, sharded over a group by :func:`tp_ext.auto.plan`, in eval mode.
@@ -94,6 +98,7 @@ def from_pretrained(
         invariant_blocks: as for :func:`tp_ext.auto.plan`: training has the same bits for every number of ranks.
         quantize, block: quantises the linears' weights as they are read, as
             :func:`tp_ext.low_precision.quantize_` would afterwards: ``"int8"`` or ``"int4"``.
+        shares: as for :func:`tp_ext.auto.plan`: one number for each rank; default: that of :func:`tp_ext.shares`.
         config_overrides: attributes of the configuration, such as ``attn_implementation="eager"``.
 
     Returns:
@@ -127,10 +132,15 @@ def from_pretrained(
     where = torch.device(device) if device is not None else torch.get_default_device()
     # Weights that no file has are drawn from rank 0's generators, to the bits of one process
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
+    options = PlanOptions(
+        {} if hints is None else hints, sequence_parallel=sequence_parallel, invariant_blocks=invariant_blocks
+    )
+    shares = None if shares is None else checked_weights(shares)
     with ExitStack() as opened:
         made: list[tuple[Any, ...]] = []
 
         def prepare() -> list[str]:
+            shares_of_plan(shares, parallel.size, options)
             made.append(_prepared(Path(path), opened, model_class, dtype, where, config_overrides, strict, states))
             return sorted(made[0][3].values)
 
@@ -144,7 +154,7 @@ def from_pretrained(
         model, files, groups, left = made[0]
 
         def plan_it() -> auto.Plan:
-            return _plan(model, example, parallel.size, hints, sequence_parallel, invariant_blocks)
+            return _plan(model, example, parallel.size, options, shares)
 
         auto.apply(_on_all(ranks, plan_it), model, parallel.name or None, invariant_blocks=invariant_blocks)
         forms = _on_all(ranks, lambda: forms_of(model, quantize, block)) if quantize else {}
@@ -271,20 +281,25 @@ def _plan(
     model: transformers.PreTrainedModel,
     example: Any,
     p: int,
-    hints: Mapping[str, str | P] | None,
-    sequence_parallel: bool | str,
-    blocks: int | None,
+    of_plan: PlanOptions,
+    shares: Iterable[float] | None,
 ) -> auto.Plan:
     """Returns the plan of the model as it trains; as it infers, if its code then branches on random numbers
     (LayerDrop)."""
-    arguments = example_of(model, p if sequence_parallel else 1) if example is None else example
-    options: dict[str, Any] = {"hints": hints, "sequence_parallel": sequence_parallel, "invariant_blocks": blocks}
+    weights = shares_of_plan(shares, p, of_plan)
+    if example is None:  # under sequence parallelism a rank without tokens would leave all whole
+        least = next((n for n in range(p, TOKEN_NUMBERS[-1] + 1) if all(split_sizes(n, p, weights))), p)
+        example = example_of(model, least if of_plan.sequence_parallel else 1)
+    options: dict[str, Any] = {
+        name: getattr(of_plan, name) for name in ("hints", "sequence_parallel", "invariant_blocks")
+    }
+    options["shares"] = weights
     try:
-        return auto.plan(model.train(), arguments, p, **options)
+        return auto.plan(model.train(), example, p, **options)
     except ValueError as error:
         if str(error).startswith("invariant_blocks"):
             raise
-        return auto.plan(model.eval(), arguments, p, **options)
+        return auto.plan(model.eval(), example, p, **options)
 
 
 def _cast_to_float(model: transformers.PreTrainedModel, dtype: torch.dtype | None) -> None:
