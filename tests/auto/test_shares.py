@@ -14,10 +14,11 @@ from tests.auto.architectures import build
 from tests.auto.compare import loss_or_squares, only_doubles
 from tests.auto.test_planner import EXAMPLE, Model
 from tests.auto.test_sequence_parallel import Gpt
+from tests.helpers.ranks import run_raises
 from tests.helpers.same_values import assert_small, differences_of_states
 from tests.helpers.simulated import run
 from tp_ext import auto
-from tp_ext.auto.proof.proven_plan import for_one_rank
+from tp_ext.auto.proof.proven_plan import fewer_shares, for_one_rank
 from tp_ext.group import parallel_group
 from tp_ext.share_sizes import split_sizes
 from tp_ext.simulation.comparison import differences_of_models
@@ -179,6 +180,35 @@ def test_the_context_says_the_shares() -> None:
     assert plan.shares == (2, 1)
 
 
+def _in_context(group: Any, plan: auto.Plan, weights: Any) -> None:
+    with tp_ext.shares(weights[parallel_group(group).rank]):
+        auto.apply(plan, Model(), group)
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "weights", "match"),
+    [
+        ([2, 1], [[1, 2], [1, 2]], "shares: those of the plan, .2, 1., must be those of tp_ext.shares, .1, 2."),
+        (None, [[2, 1], [2, 1]], "shares: those of the plan, None, must be those of tp_ext.shares"),
+        ([2, 1], [[2, 1], [1, 1, 1]], "shares: those of the plan, .2, 1., must be those of tp_ext.shares, .1, 1, 1."),
+        ([2, 1, 1], [None, None], "plan: is for p = 3 and must be for the 2 ranks"),
+    ],
+)
+def test_a_plan_of_other_shares_is_refused(of_plan: Any, weights: Any, match: str) -> None:
+    plan = auto.plan(Model(), EXAMPLE, 2 if of_plan is None else len(of_plan), shares=of_plan, prove="shapes")
+    run_raises(_in_context, 2, ValueError, match, plan, weights, in_turns=False)
+
+
+def _with_plans(group: Any, plans: list[auto.Plan]) -> None:
+    auto.apply(plans[parallel_group(group).rank], Model(), group)
+
+
+def test_plans_of_other_shares_on_another_rank_are_refused() -> None:
+    plans = [auto.plan(Model(), EXAMPLE, 2, shares=shares, prove="shapes") for shares in ([2, 1], [2.0001, 1])]
+    assert plans[0].shapes == plans[1].shapes
+    run_raises(_with_plans, 2, ValueError, "plan: that of rank 1 differs from that of rank 0", plans, in_turns=False)
+
+
 @pytest.mark.parametrize(
     ("p", "options", "error", "match"),
     [
@@ -227,3 +257,33 @@ def test_a_full_state_is_that_of_any_shares() -> None:
     for shares in ([2, 1], None, [1, 3, 1], [1, 1, 2, 2]):
         state = run(_states, 2 if shares is None else len(shares), full, shares)[-1]
         assert list(state) == list(full) and all(torch.equal(state[name], full[name]) for name in full)
+
+
+# ---------------------------------------------------------------- the proof
+
+
+def test_the_proof_has_the_least_and_the_largest_share() -> None:
+    shares = tuple(float(1 + n % 5) for n in range(12))
+    fewer = fewer_shares(shares, 8)
+    assert fewer is not None and len(fewer) == 8 and (min(fewer), max(fewer)) == (1, 5)
+    assert fewer_shares(shares, 12) == shares and fewer_shares(None, 2) is None
+    assert auto.plan(Mlp(60), {"x": torch.randn(5, 8)}, 12, shares=shares).proof == "values"
+
+
+def test_a_smaller_model_has_a_unit_on_each_rank() -> None:
+    model = nn.Sequential(Mlp(3000), Mlp(3000))
+    plan = auto.plan(model, (torch.randn(5, 8),), 2, shares=[1, 30], budget=50_000)
+    assert plan.proof == "values" and plan.shardings["0.up.weight"].local_sizes(2) == [97, 2903]
+
+
+class Wrong(Mlp):
+    """Divides by a number that each rank has of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(hidden / hidden.shape[-1])
+
+
+def test_the_proof_sees_a_length_of_a_rank() -> None:
+    plan = auto.plan(Wrong(), {"x": torch.randn(5, 8)}, 2, shares=[2, 1])
+    assert not {"up.weight", "down.weight"} & plan.shardings.keys()

@@ -132,9 +132,7 @@ def from_pretrained(
     where = torch.device(device) if device is not None else torch.get_default_device()
     # Weights that no file has are drawn from rank 0's generators, to the bits of one process
     states = broadcast_from_first(lambda: generator_states(where), [ranks] if ranks is not None else [])
-    options = PlanOptions(
-        {} if hints is None else hints, sequence_parallel=sequence_parallel, invariant_blocks=invariant_blocks
-    )
+    options = PlanOptions({} if hints is None else hints, None, sequence_parallel, invariant_blocks)
     shares = None if shares is None else checked_weights(shares)
     with ExitStack() as opened:
         made: list[tuple[Any, ...]] = []
