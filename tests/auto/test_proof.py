@@ -329,10 +329,10 @@ def test_candidates_are_computed_once_for_all_reasons(monkeypatch: pytest.Monkey
     """They cost as much as a round: of a network with hundreds of whole parameters, most of its plan."""
     calls = 0
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        return decisions(*args)
+        return decisions(*args, **kwargs)
 
     monkeypatch.setattr(rounds, "decisions", counted)
     plan = auto.plan(nn.Sequential(*(Base() for _ in range(6))).double(), (X,), 2, prove="shapes")

@@ -18,6 +18,7 @@ from tests.helpers.ranks import run_raises
 from tests.helpers.same_values import assert_small, differences_of_states
 from tests.helpers.simulated import run
 from tp_ext import auto
+from tp_ext.auto.modules.token_lengths import TokenLengths
 from tp_ext.auto.proof.proven_plan import fewer_shares, for_one_rank
 from tp_ext.group import parallel_group
 from tp_ext.share_sizes import split_sizes
@@ -105,17 +106,14 @@ def _trains(group: Any, name: str, shares: list[float], options: dict[str, Any])
     model, inputs = _of(name)
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
     reference = copy.deepcopy(model.double())
-    with only_doubles():
-        plan = auto.plan(model, inputs, len(shares), shares=shares, **options)
-        auto.apply(plan, model, group)
-        auto.apply(for_one_rank(plan, dict(reference.named_modules())), reference, None)  # which draws the same masks
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (reference, model)]
-        for step in range(3):
-            assert_small(
-                differences_of_models(reference, model, (), inputs, seed=step, input_gradients=False, call=_loss)
-            )
-            for optimizer in optimizers:
-                optimizer.step()
+    plan = auto.plan(model, inputs, len(shares), shares=shares, **options)
+    auto.apply(plan, model, group)
+    auto.apply(for_one_rank(plan, dict(reference.named_modules())), reference, None)  # which draws the same masks
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (reference, model)]
+    for step in range(3):
+        assert_small(differences_of_models(reference, model, (), inputs, seed=step, input_gradients=False, call=_loss))
+        for optimizer in optimizers:
+            optimizer.step()
     assert_small(differences_of_states(reference, model))
     assert plan.shares == tuple(shares) and bool(plan.tokens) == bool(options)
     for layer in plan.roles:
@@ -132,6 +130,11 @@ def _trains(group: Any, name: str, shares: list[float], options: dict[str, Any])
     return sum(size for name, size in sizes.items() if name in plan.shardings) / sum(sizes.values())
 
 
+def _on_ranks(name: str, shares: list[float], **options: Any) -> list[float]:
+    with only_doubles():  # of the process: around all ranks
+        return run(_trains, len(shares), name, shares, options)
+
+
 def _loss(model: nn.Module, **inputs: Tensor) -> Tensor:
     return loss_or_squares(model(**inputs))
 
@@ -140,13 +143,24 @@ def _loss(model: nn.Module, **inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_trains_as_unsharded(name: str, shares: list[float]) -> None:
     few_heads = len(shares) == 4 or (len(shares) == 3 and name == "llama")  # a rank would have none
-    assert min(run(_trains, len(shares), name, shares, {})) > (0.25 if few_heads else 0.4)
+    assert min(_on_ranks(name, shares)) > (0.25 if few_heads else 0.4)
 
 
 @pytest.mark.parametrize("shares", [[2, 1], [1, 3], [2, 1, 1]], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "learned positions"])
 def test_tokens_follow_the_shares(name: str, shares: list[float]) -> None:
-    run(_trains, len(shares), name, shares, {"sequence_parallel": True})
+    _on_ranks(name, shares, sequence_parallel=True)
+
+
+def _entered(group: Any) -> list[Any]:
+    lengths = TokenLengths(parallel_group(group), forwards=1, records=True, shares=(2, 1, 1))
+    few = TokenLengths(parallel_group(group), forwards=1, records=True, shares=(1, 40, 40))
+    return [*map(lengths.enter, (8, 13, 2)), few.enter(8)]
+
+
+def test_the_lengths_of_tokens_on_the_ranks() -> None:
+    """Tokens of which a rank would have none stay whole."""
+    assert run(_entered, 3) == [[[4, 2, 2], [7, 3, 3], None, None]] * 3
 
 
 def _ids(tokens: int) -> dict[str, Tensor]:
