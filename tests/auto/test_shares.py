@@ -115,6 +115,7 @@ def _trains(group: Any, name: str, shares: list[float], options: dict[str, Any])
         for optimizer in optimizers:
             optimizer.step()
     assert_small(differences_of_states(reference, model))
+    assert plan.heads or name != "tied table and head"
     assert plan.shares == tuple(shares) and bool(plan.tokens) == bool(options)
     for layer in plan.roles:
         assert model.get_submodule(layer).shares == plan.shares, layer

@@ -17,12 +17,12 @@ from tp_ext.conversions import I, R, Type
 
 ATTENTION = "scaled_dot_product_attention"
 USED_WHOLE = "it is used whole at once"
-SizesOf = Callable[[int], list[int]]  # number of tokens -> those of each rank
+TokenSizes = Callable[[int], list[int]]  # number of tokens -> those of each rank
 NO_GATHER = ", and no boundary at which to gather them lies before it"
 
 
 def find_tokens(
-    record: Record, finder: Finder, roles: Mapping[str, str], sizes_of: SizesOf, bans: Bans, alternative: int = 0
+    record: Record, finder: Finder, roles: Mapping[str, str], sizes_of: TokenSizes, bans: Bans, alternative: int = 0
 ) -> TokenFlow:
     """Finds the tensors that may be sharded on their tokens; the others are added to ``bans``, with the reason.
 
@@ -37,7 +37,13 @@ def find_tokens(
 
 class _TokenSearch:
     def __init__(
-        self, record: Record, finder: Finder, roles: Mapping[str, str], sizes_of: SizesOf, bans: Bans, alternative: int
+        self,
+        record: Record,
+        finder: Finder,
+        roles: Mapping[str, str],
+        sizes_of: TokenSizes,
+        bans: Bans,
+        alternative: int,
     ) -> None:
         self.record, self.finder, self.roles, self.sizes_of, self.bans = record, finder, roles, sizes_of, bans
         self.alternative, self.p = alternative, len(sizes_of(0))
