@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tp_ext
 from tests.helpers import ranks, registry
 from tests.mesh_program.errors import PROGRAMS, mapped
+from tp_ext.export.manifest import ExportError
 
 ids, sp = tensor([0, 1, 2, 3]), {"sequence_parallel": True}
 
@@ -218,6 +219,8 @@ REST = [
         ValueError,
         "optimizers: the source's must be None on a rank that does not have the source",
     ),
+    ("export_model(3, ones(2), 'folder')", TypeError, "model: int must be an nn.Module"),
+    ("load_exported('nowhere')", ExportError, "folder: 'nowhere' has no manifest.json"),
     ("CheckpointReader(3)", TypeError, "expected str, bytes or os.PathLike object"),
     ("grad_norm(Column(4, 4, group=g), float('nan'))", ValueError, "norm_type: nan must be a number"),
     ("KVCache(2, 4, 1, 4, static='yes')", TypeError, "static: 'yes' must be True or False"),

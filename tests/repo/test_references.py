@@ -20,6 +20,7 @@ FILE = re.compile(
 OTHERS = {
     "mine.py", "overlap.png", "step.png", "layer.png", "loss.png", "timeline.png", "fcntl.h", "fs.h", "math.h",
     "propagation.md", "base.h", "x.py", "test_x.py", "test_x_more.py",
+    "main.cpp",
 }  # fmt: skip
 OTHER_TESTS = {"test_x", "test_y", "test_x_more", "test_case", "test_case_01", "test_case_NN"}
 
@@ -118,7 +119,11 @@ def test_names_of_the_package_exist():
 
 
 def test_variables_and_targets_exist():
-    sources = [f.read_text() for f in listed() if f.suffix in SUFFIXES - {".md"} or f.name in ("Makefile", "run")]
+    sources = [
+        f.read_text()
+        for f in listed()
+        if f.suffix in (SUFFIXES | {".cmake"}) - {".md"} or f.name in ("Makefile", "run")
+    ]
     used = set(re.findall(r"""["'${(\s](TP_EXT_[A-Z_]+)\b""", "\n".join(sources)))
     check_all_known(r"\b(TP_EXT_[A-Z_]+)\b", lambda _, name: name in used)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))

@@ -193,6 +193,8 @@ def load_exported(folder: str | Path, group: Group = None) -> ExportedModel:
         folder: as of the export.
         group: as many ranks as those of the export; another backend may have other bits.
 
+    An export is a program: load those whose author you trust. The digests find files that have changed, and no author.
+
     Communicates: two numbers of each rank: whether it can load, and the export that it has.
 
     Raises:

@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tp_ext.checkpoint.files.plain_values import read_json
+
 VERSION = 1
 NAME = "manifest.json"
 ALIGNMENT = 64  # of each weight in its file, as torch allocates: kernels may round otherwise at other addresses
@@ -97,7 +99,7 @@ class Manifest:
         """
         path = folder / NAME
         try:
-            entries = json.loads(path.read_bytes())
+            entries = read_json(path, "folder")
             if entries["version"] != VERSION:
                 raise ExportError(
                     f"folder: {path} has version {entries['version']!r}, and this library reads {VERSION}"
@@ -108,7 +110,9 @@ class Manifest:
             return cls(**entries)
         except OSError as error:
             raise ExportError(f"folder: {str(folder)!r} has no {NAME} that can be read: {error}") from error
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except ExportError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ExportError(f"folder: {path} is not the manifest of an export: {error}") from error
 
     def write(self, folder: Path) -> None:
