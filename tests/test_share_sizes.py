@@ -2,17 +2,19 @@
 
 import contextlib
 import random
+import time
 from fractions import Fraction
 from unittest import mock
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
 import tp_ext
 from tests.helpers import ranks
-from tp_ext import common_generator
 from tp_ext.debug import simulate
+from tp_ext.model import layer_shares
 from tp_ext.share_sizes import current_shares, split_sizes
 
 
@@ -126,15 +128,38 @@ def test_ranks_must_agree(case, layer):
     assert simulate(_raised, 3, layer, [[1, 2, 4]] * 3) == [None] * 3
 
 
-def _over_the_store(group, weights):
-    with mock.patch.object(common_generator, "device_of", lambda ranks: torch.device("cuda")):
-        return [_raised(group.rank(), group, "column", each) for each in weights]
-
-
-def test_ranks_that_cannot_communicate_on_the_cpu_agree_by_the_store():
+@pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
+def test_processes_must_agree(backend):
     right = [[1, 2], [1.0, 2.0]]  # the same numbers
-    for texts in ranks.run(_over_the_store, 2, [right, [None, [1, 2]], right]):
+    for texts in ranks.run(_in_group, 2, backend, [right, [None, [1, 2]], right]):
         assert texts[0] is None is texts[2] and texts[1].endswith("are None on rank 0; [1, 2] on rank 1")
+
+
+def _in_group(_, backend, weights):
+    group = dist.new_group(backend=backend)
+    result = [_raised(group.rank(), group, "column", each) for each in weights]
+    dist.destroy_process_group(group)
+    return result
+
+
+def _alone(group):
+    with mock.patch.object(layer_shares, "OUTSIDE_WAITS", 0.1):
+        other = dist.new_group()
+        begin = time.monotonic()
+        if group.rank() == 0:
+            for _ in range(20):
+                tp_ext.RMSNorm(4, group=other)
+        seconds = time.monotonic() - begin
+        dist.barrier(group)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=other)  # nothing of the layers is left in the group
+        return seconds, total.item()
+
+
+def test_a_rank_may_build_a_layer_without_shares_alone():
+    """It waits for the others once."""
+    (seconds, total), (_, other) = ranks.run(_alone, 2)
+    assert 0.1 <= seconds < 1.9 and total == other == 2
 
 
 def _tokens_differ(rank, group):

@@ -2,6 +2,7 @@
 how activations lie."""
 
 import hashlib
+import time
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +18,9 @@ from tp_ext.share_sizes import Shares, current_shares, ratios, refuse_in_shares,
 
 _MOST = dist.AllreduceOptions()
 _MOST.reduceOp = dist.ReduceOp.MAX
-_numbers: dict[str, int] = {}  # of comparisons over a store, by the name of the group
+OUTSIDE_WAITS = 5.0  # seconds
+_numbers: dict[str, int] = {}  # of comparisons, by the name of the group
+_left_alone: set[str] = set()  # groups of which other ranks do not build all layers
 
 
 def take_shares(layer: Any, activations: str) -> None:
@@ -40,9 +43,8 @@ def shares_of(layer: Any) -> AbstractContextManager[None]:
 def layer_shares(group: ParallelGroup) -> Shares | None:
     """Returns the shares of a layer over this group that is built now; None: equal ones.
 
-    Communicates: over a group of several ranks one all-reduce of two numbers, in or out of a context: a rank outside
-    cannot know that others are inside. Where the group cannot communicate on the CPU, a text by its store.
-    :func:`tp_ext.debug.count_collectives` does not count it.
+    Communicates: over a group of several ranks a text by the group's store, in or out of a context: a rank outside
+    cannot know that others are inside.
 
     Raises:
         ValueError: on all ranks: they differ between ranks, or are not as many as the ranks.
@@ -66,16 +68,15 @@ def _check_same(group: ParallelGroup, shares: Shares | None) -> None:
         ranks = process_group(group.name)
     except (ValueError, RuntimeError, KeyError):  # destroyed, or never made: nothing will communicate over it
         return
-    if dist.get_backend(ranks) == "fake":  # of one process
+    if (backend := dist.get_backend(ranks)) == "fake":  # of one process
         return
     exact, text = "", "None"
     if shares is not None:
         exact = repr((ratios(shares.weights), bool(shares.tokens)))
         text = f"{list(shares.weights)}{'' if shares.tokens else ', tokens=False'}"
-    # A backend of GPUs alone would need the device of a layer that is not built yet
-    if common_generator.device_of(ranks).type != "cpu":
+    if backend != "simulated":
         of_ranks = _by_store(ranks, exact, text)
-    elif _differ(ranks, exact):
+    elif _differ(ranks, exact):  # of simulated ranks one that waits alone is found at once
         of_ranks = [(exact, text) for exact, text in all_gather_objects((exact, text), ranks)]
     else:
         return
@@ -93,14 +94,37 @@ def _differ(ranks: ProcessGroup, exact: str) -> bool:
     return bool(extremes.sum())
 
 
+# [Note: ranks without shares never wait for long]
+# A layer without shares may be built by some ranks of its group alone, or over groups in another order on each rank: it
+# is no collective. So ranks compare by the store of the group, which is no collective either, and a rank outside of any
+# context waits for the others for some seconds, once for each group.
 def _by_store(ranks: ProcessGroup, exact: str, text: str) -> list[tuple[str, str]]:
+    """Returns the shares of all ranks; nothing where a rank outside of a context has waited in vain."""
     name, store = ranks.group_name, common_generator.store_of(ranks)
     number = _numbers[name] = _numbers.get(name, 0) + 1
-    store.set(f"tp_ext.shares.{name}.{number}.{ranks.rank()}", f"{exact}\n{text}")
-    values = [store.get(f"tp_ext.shares.{name}.{number}.{rank}").decode() for rank in range(ranks.size())]
-    if number > 1:  # all have written this one, so all have read the last
+    keys = [f"tp_ext.shares.{name}.{number}.{rank}" for rank in range(ranks.size())]
+    store.set(keys[ranks.rank()], f"{exact}\n{text}")
+    if not exact and name in _left_alone:
+        return []
+    if not _are_there(store, keys, store.timeout.total_seconds() if exact else OUTSIDE_WAITS):
+        if exact:
+            raise RuntimeError(f"shares: not all ranks of the group have built this layer within {store.timeout}")
+        _left_alone.add(name)
+        return []
+    values = [store.get(key).decode() for key in keys]
+    if number > 1:  # all have written this one, so none reads the last any more
         store.delete_key(f"tp_ext.shares.{name}.{number - 1}.{ranks.rank()}")
     return [(exact, text) for exact, _, text in (value.partition("\n") for value in values)]
+
+
+def _are_there(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    end, pause = time.monotonic() + seconds, 1e-4
+    while not store.check(keys):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+    return True
 
 
 def check_activations(activations: str, sequence_parallel: bool) -> None:
