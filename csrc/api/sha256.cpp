@@ -1,7 +1,6 @@
 #include "api/sha256.h"
 
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -21,6 +20,10 @@ constexpr std::array<uint32_t, 64> kConstants = {
 
 using State = std::array<uint32_t, 8>;
 
+uint32_t rotated(uint32_t x, int bits) {
+  return x >> bits | x << (32 - bits);
+}  // std::rotr is of C++20
+
 void add_block(State& state, const unsigned char* block) {
   std::array<uint32_t, 64> w;
   for (int i = 0; i < 16; ++i)
@@ -28,15 +31,15 @@ void add_block(State& state, const unsigned char* block) {
            uint32_t{block[4 * i + 2]} << 8 | block[4 * i + 3];
   for (int i = 16; i < 64; ++i) {
     const uint32_t a = w[i - 15], b = w[i - 2];
-    w[i] = w[i - 16] + w[i - 7] + (std::rotr(a, 7) ^ std::rotr(a, 18) ^ a >> 3) +
-           (std::rotr(b, 17) ^ std::rotr(b, 19) ^ b >> 10);
+    w[i] = w[i - 16] + w[i - 7] + (rotated(a, 7) ^ rotated(a, 18) ^ a >> 3) +
+           (rotated(b, 17) ^ rotated(b, 19) ^ b >> 10);
   }
   auto [a, b, c, d, e, f, g, h] = state;
   for (int i = 0; i < 64; ++i) {
-    const uint32_t up = h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) +
+    const uint32_t up = h + (rotated(e, 6) ^ rotated(e, 11) ^ rotated(e, 25)) +
                         ((e & f) ^ (~e & g)) + kConstants[i] + w[i];
     const uint32_t down =
-        (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+        (rotated(a, 2) ^ rotated(a, 13) ^ rotated(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
     h = g, g = f, f = e, e = d + up, d = c, c = b, b = a, a = up + down;
   }
   const State rounds = {a, b, c, d, e, f, g, h};
