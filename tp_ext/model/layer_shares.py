@@ -18,9 +18,7 @@ from tp_ext.share_sizes import Shares, current_shares, ratios, refuse_in_shares,
 
 _MOST = dist.AllreduceOptions()
 _MOST.reduceOp = dist.ReduceOp.MAX
-OUTSIDE_WAITS = 5.0  # seconds
 _numbers: dict[str, int] = {}  # of comparisons, by the name of the group
-_left_alone: set[str] = set()  # groups of which other ranks do not build all layers
 
 
 def take_shares(layer: Any, activations: str) -> None:
@@ -43,17 +41,17 @@ def shares_of(layer: Any) -> AbstractContextManager[None]:
 def layer_shares(group: ParallelGroup) -> Shares | None:
     """Returns the shares of a layer over this group that is built now; None: equal ones.
 
-    Communicates: over a group of several ranks a text by the group's store, in or out of a context: a rank outside
-    cannot know that others are inside.
+    Communicates: in a context, over a group of several ranks, a text by the group's store.
 
     Raises:
         ValueError: on all ranks: they differ between ranks, or are not as many as the ranks.
     """
     if group.size == 1:
         return None
-    shares = current_shares()
+    if (shares := current_shares()) is None:
+        return None
     _check_same(group, shares)
-    if shares is not None and len(shares.weights) != group.size:
+    if len(shares.weights) != group.size:
         raise ValueError(
             f"shares: {list(shares.weights)} are {len(shares.weights)} weights, and must be one for each rank of the "
             f"group, p = {group.size}"
@@ -61,7 +59,7 @@ def layer_shares(group: ParallelGroup) -> Shares | None:
     return shares
 
 
-def _check_same(group: ParallelGroup, shares: Shares | None) -> None:
+def _check_same(group: ParallelGroup, shares: Shares) -> None:
     if torch.compiler.is_compiling() or not common_generator.can_meet(torch.device("cpu")):
         return
     try:
@@ -70,10 +68,8 @@ def _check_same(group: ParallelGroup, shares: Shares | None) -> None:
         return
     if (backend := dist.get_backend(ranks)) == "fake":  # of one process
         return
-    exact, text = "", "None"
-    if shares is not None:
-        exact = repr((ratios(shares.weights), bool(shares.tokens)))
-        text = f"{list(shares.weights)}{'' if shares.tokens else ', tokens=False'}"
+    exact = repr((ratios(shares.weights), bool(shares.tokens)))
+    text = f"{list(shares.weights)}{'' if shares.tokens else ', tokens=False'}"
     if backend != "simulated":
         of_ranks = _by_store(ranks, exact, text)
     elif _differ(ranks, exact):  # of simulated ranks one that waits alone is found at once
@@ -86,7 +82,7 @@ def _check_same(group: ParallelGroup, shares: Shares | None) -> None:
 
 
 def _differ(ranks: ProcessGroup, exact: str) -> bool:
-    number = int.from_bytes(hashlib.sha256(exact.encode()).digest()[:7], "big") if exact else 0
+    number = int.from_bytes(hashlib.sha256(exact.encode()).digest()[:7], "big")
     with common_generator.not_counted(), torch._C._DisableFuncTorch():
         # MAX of the negative is the least: one all-reduce for both
         extremes = torch.tensor([number, -number])
@@ -94,23 +90,17 @@ def _differ(ranks: ProcessGroup, exact: str) -> bool:
     return bool(extremes.sum())
 
 
-# [Note: ranks without shares never wait for long]
-# A layer without shares may be built by some ranks of its group alone, or over groups in another order on each rank: it
-# is no collective. So ranks compare by the store of the group, which is no collective either, and a rank outside of any
-# context waits for the others for some seconds, once for each group.
+# [Note: a layer without shares compares nothing]
+# Building it is no collective: some ranks of its group may build it alone, or over groups in another order. So only
+# ranks in a context compare, by the store of the group; where one is outside, they raise after the store's timeout.
 def _by_store(ranks: ProcessGroup, exact: str, text: str) -> list[tuple[str, str]]:
-    """Returns the shares of all ranks; nothing where a rank outside of a context has waited in vain."""
+    """Returns the shares of all ranks."""
     name, store = ranks.group_name, common_generator.store_of(ranks)
     number = _numbers[name] = _numbers.get(name, 0) + 1
     keys = [f"tp_ext.shares.{name}.{number}.{rank}" for rank in range(ranks.size())]
     store.set(keys[ranks.rank()], f"{exact}\n{text}")
-    if not exact and name in _left_alone:
-        return []
-    if not _are_there(store, keys, store.timeout.total_seconds() if exact else OUTSIDE_WAITS):
-        if exact:
-            raise RuntimeError(f"shares: not all ranks of the group have built this layer within {store.timeout}")
-        _left_alone.add(name)
-        return []
+    if not _are_there(store, keys, store.timeout.total_seconds()):
+        raise RuntimeError(f"shares: not all ranks of the group have built this layer with shares in {store.timeout}")
     values = [store.get(key).decode() for key in keys]
     if number > 1:  # all have written this one, so none reads the last any more
         store.delete_key(f"tp_ext.shares.{name}.{number - 1}.{ranks.rank()}")
