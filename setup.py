@@ -52,7 +52,7 @@ NVCC_FLAGS = ["-O3", "-lineinfo", "--expt-relaxed-constexpr"]
 
 # The module tp_ext._C has what only Python uses; all other objects are libtp_ext.so, which programs of C++ link to, too
 OF_MODULE = re.compile(r"/(csrc/|units/)(planner|python|simulate)[/_]")
-# Torch lies beside the package, which in a wheel for several torchs has the library two folders deeper
+# Torch is installed next to the package. A wheel for several versions of torch has the library two folders deeper
 LIBRARY_PATHS = ["$ORIGIN/../torch/lib", "$ORIGIN/../../../torch/lib"]
 
 
@@ -190,7 +190,7 @@ class BuildExt(build_ext):
         self.build_temp = os.path.join(base, f"torch-{TORCH}-{'cuda' if NVCC else 'cpu'}")
         for ext in self.extensions:
             ext.sources = write_units(ext.sources)
-        self.in_sources = self.inplace or self.editable_mode  # torch does not lie beside the package
+        self.in_sources = self.inplace or self.editable_mode  # torch is in another folder than the package
         self.force = True  # leaves it to ninja to decide what is compiled, links always
         super().run()
         torch_folder = f"TORCH_FOLDER = {os.path.dirname(torch.__file__)!r}\n" if self.in_sources else ""

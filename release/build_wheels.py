@@ -130,7 +130,7 @@ def objects_for(torch: Torch, python: Python, own: Python) -> list[Path]:
 
 
 def link(torch: Torch, objects: list[Path], module: Path) -> None:
-    """Links libtp_ext.so of the objects that do not name Python, and beside it the module of the others."""
+    """Links libtp_ext.so from the objects without Python, and the extension module from the others."""
     of_module = [file for file in objects if OF_MODULE.search(str(file))]
     paths = ("-Wl,--enable-new-dtags", *(f"-Wl,-rpath,{path}" for path in LIBRARY_PATHS))
     link_one(torch, sorted({*objects} - {*of_module}), module.with_name("libtp_ext.so"), paths)

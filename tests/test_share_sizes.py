@@ -1,4 +1,4 @@
-"""Who has how much: the rule of :func:`tp_ext.shares`, and what is refused, on all ranks alike."""
+"""The sizes of shares, and the errors of :func:`tp_ext.shares`, the same on all ranks."""
 
 import contextlib
 import random

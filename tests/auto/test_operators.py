@@ -42,7 +42,7 @@ def test_random_numbers_are_drawn_as_torch_says(name: str) -> None:
 
 # They give their argument itself where nothing is to be done, or come apart into other operators, which a trace shows
 CONDITIONAL = {"contiguous", "reshape", "to", "narrow", "flatten", "unflatten", "movedim", "positive", "_conj"}
-CONDITIONAL |= {"lift_fresh", "_unsafe_view"}  # the argument of the latter nobody uses again
+CONDITIONAL |= {"lift_fresh", "_unsafe_view"}  # nothing uses the argument of the second again
 
 X, Y = (torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(2))
 INDEX = torch.tensor([2, 0])

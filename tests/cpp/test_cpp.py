@@ -51,7 +51,7 @@ def free_port():
 
 
 def run_ranks(p: int, *command: str | Path, timeout: float = 120) -> list[str]:
-    """What each of p processes prints; the only folder of their PATH has no Python."""
+    """Returns the output of each of p processes; the only folder of their PATH has no Python."""
     port, alone = str(free_port()), {"PATH": "/nowhere", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     of_job = {"WORLD_SIZE": str(p), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [

@@ -77,7 +77,7 @@ def _simulate(fn: Callable, p: int, arguments: dict[str, Any]) -> None:
 
 def _call(group: Any, module: str, name: str, backend: str, arguments: dict[str, Any]) -> None:
     own = dist.new_group(backend=backend) if backend != "gloo" else None
-    # The name is that of the test: what a rank does has none of its own by which it could travel
+    # The test travels by its name: pickle finds the decorated function there, and not the one for the rank
     getattr(importlib.import_module(module), name).__wrapped__(own or group, **arguments)
     if own is not None:
         dist.destroy_process_group(own)

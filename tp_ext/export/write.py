@@ -262,7 +262,7 @@ def _write_weights(program: ExportedProgram, folder: Path, rank: int) -> list[St
 
 
 class _Difference:
-    """How outputs of the model and of the exported one differ: in no bit, by rounding, or by more.
+    """The difference between outputs of the model and of its export: none, rounding, or more.
 
     It raises at the end, since a rank that raised between two collectives would leave the others in them.
     """

@@ -1,4 +1,4 @@
-"""What is known of the operators of torch next to the dims of their tensors: a row for each, by its name.
+"""Properties of torch's operators other than the dims of their tensors: a row for each, by its name.
 
 An operator that writes in place has the row of the name without the underscore, where code asks by that name."""
 
