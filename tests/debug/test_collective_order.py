@@ -116,7 +116,7 @@ def _raised_alone(group, bad):
 
 
 def _both(*patterns):
-    """In any order: ranks that have not come yet are not listed."""
+    """In any order: ranks that have not come yet are not listed, and ranks are listed by the calls that they have."""
     return "".join(f"(?=.*{pattern})" for pattern in patterns)
 
 
@@ -150,7 +150,10 @@ DIFFERENT = {  # the call, of the group of 4 ranks and whether this one is bad; 
         lambda g, bad: dist.broadcast(ones(2, dtype=torch.float64 if bad else torch.float32), 0, group=g),
         _both(r"issue broadcast\(float32 \[2\], root 0\)", r"ranks \[1\] issue broadcast\(float64 \[2\], root 0\)"),
     ),
-    "a root": (lambda g, bad: dist.broadcast(ones(2), int(bad), group=g), "root 0.* root 1"),
+    "a root": (
+        lambda g, bad: dist.broadcast(ones(2), int(bad), group=g),
+        _both("root 0", r"ranks \[1\] issue .*root 1"),
+    ),
     "a reduction": (
         lambda g, bad: dist.all_reduce(ones(2), dist.ReduceOp.MAX if bad else dist.ReduceOp.SUM, group=g),
         _both("sum", "max"),
