@@ -103,34 +103,43 @@ py::list stages_of(const Prediction& prediction) {
   return stages;
 }
 
-void bind_values(py::module_& m) {
-  py::class_<Curve>(m, "Curve")
-      .def(py::init<>())
-      .def_readwrite("share", &Curve::share)
-      .def_readwrite("tile_m", &Curve::tile_m)
-      .def_readwrite("tile_n", &Curve::tile_n)
-      .def_readwrite("units", &Curve::units)
-      .def_readwrite("half_k", &Curve::half_k)
-      .def_readwrite("table", &Curve::table)
-      .def("at", &Curve::at);
-  py::class_<Level>(m, "Level").def(py::init([](double latency, double bandwidth, int64_t devices) {
-    return Level{latency, bandwidth, devices};
+template <typename Class>
+void add_fields(Class& /*unused*/) {}
+
+template <typename Class, typename Field, typename... Others>
+void add_fields(Class& bound, const char* name, Field field, Others... others) {
+  bound.def_readwrite(name, field);
+  add_fields(bound, others...);
+}
+
+// A struct whose constructor takes the fields by name.
+template <typename Struct, typename... Fields>
+py::class_<Struct> bind_fields(py::module_& m, const char* name, Fields... fields) {
+  py::class_<Struct> bound(m, name);
+  bound.def(py::init([](const py::kwargs& values) {
+    auto result = std::make_unique<Struct>();
+    const py::object view = py::cast(result.get(), py::return_value_policy::reference);
+    for (const auto& [field, value] : values) py::setattr(view, field, value);
+    return std::move(*result);
   }));
-  py::class_<Machine>(m, "Machine")
-      .def(py::init<>())
-      .def_readwrite("peak_blocks", &Machine::peak_blocks)
-      .def_readwrite("peak_other", &Machine::peak_other)
-      .def_readwrite("blocks", &Machine::blocks)
-      .def_readwrite("other", &Machine::other)
-      .def_readwrite("attention", &Machine::attention)
-      .def_readwrite("memory_bandwidth", &Machine::memory_bandwidth)
-      .def_readwrite("optimizer_bandwidth", &Machine::optimizer_bandwidth)
-      .def_readwrite("asynchronous", &Machine::asynchronous)
-      .def_readwrite("memory", &Machine::memory)
-      .def_readwrite("launch", &Machine::launch)
-      .def_readwrite("gather", &Machine::gather)
-      .def_readwrite("count", &Machine::count)
-      .def_readwrite("levels", &Machine::levels);
+  add_fields(bound, fields...);
+  return bound;
+}
+
+void bind_values(py::module_& m) {
+  bind_fields<Curve>(m, "Curve", "share", &Curve::share, "tile_m", &Curve::tile_m, "tile_n",
+                     &Curve::tile_n, "units", &Curve::units, "half_k", &Curve::half_k, "table",
+                     &Curve::table)
+      .def("at", &Curve::at);
+  bind_fields<Level>(m, "Level", "latency", &Level::latency, "bandwidth", &Level::bandwidth,
+                     "devices", &Level::devices);
+  bind_fields<Machine>(m, "Machine", "peak_blocks", &Machine::peak_blocks, "peak_other",
+                       &Machine::peak_other, "blocks", &Machine::blocks, "other", &Machine::other,
+                       "attention", &Machine::attention, "memory_bandwidth",
+                       &Machine::memory_bandwidth, "optimizer_bandwidth",
+                       &Machine::optimizer_bandwidth, "asynchronous", &Machine::asynchronous,
+                       "memory", &Machine::memory, "launch", &Machine::launch, "gather",
+                       &Machine::gather, "count", &Machine::count, "levels", &Machine::levels);
   py::enum_<OpKind>(m, "OpKind")
       .value("column", OpKind::Column)
       .value("row", OpKind::Row)
@@ -140,44 +149,20 @@ void bind_values(py::module_& m) {
       .value("dispatch", OpKind::Dispatch)
       .value("embedding", OpKind::Embedding)
       .value("loss", OpKind::Loss);
-  py::class_<Op>(m, "Op")
-      .def(py::init<>())
-      .def_readwrite("kind", &Op::kind)
-      .def_readwrite("inputs", &Op::inputs)
-      .def_readwrite("outputs", &Op::outputs)
-      .def_readwrite("units", &Op::units)
-      .def_readwrite("bias", &Op::bias)
-      .def_readwrite("heads", &Op::heads)
-      .def_readwrite("kv_heads", &Op::kv_heads)
-      .def_readwrite("key_features", &Op::key_features)
-      .def_readwrite("value_features", &Op::value_features)
-      .def_readwrite("fused", &Op::fused)
-      .def_readwrite("causal", &Op::causal)
-      .def_readwrite("moved_forward", &Op::moved_forward)
-      .def_readwrite("moved_backward", &Op::moved_backward)
-      .def_readwrite("saved", &Op::saved)
-      .def_readwrite("saved_bytes", &Op::saved_bytes)
-      .def_readwrite("sharded", &Op::sharded)
-      .def_readwrite("vectors", &Op::vectors)
-      .def_readwrite("experts", &Op::experts)
-      .def_readwrite("top_k", &Op::top_k)
-      .def_readwrite("low_precision", &Op::low_precision);
-  py::class_<BlockOps>(m, "BlockOps").def(py::init([](int64_t layers, std::vector<Op> ops) {
-    return BlockOps{layers, std::move(ops)};
-  }));
-  py::class_<Workload>(m, "Workload")
-      .def(py::init<>())
-      .def_readwrite("hidden", &Workload::hidden)
-      .def_readwrite("seq", &Workload::seq)
-      .def_readwrite("heads", &Workload::heads)
-      .def_readwrite("kv_heads", &Workload::kv_heads)
-      .def_readwrite("experts", &Workload::experts)
-      .def_readwrite("layers", &Workload::layers)
-      .def_readwrite("vocab", &Workload::vocab)
-      .def_readwrite("tied", &Workload::tied)
-      .def_readwrite("first", &Workload::first)
-      .def_readwrite("last", &Workload::last)
-      .def_readwrite("blocks", &Workload::blocks);
+  bind_fields<Op>(m, "Op", "kind", &Op::kind, "inputs", &Op::inputs, "outputs", &Op::outputs,
+                  "units", &Op::units, "bias", &Op::bias, "heads", &Op::heads, "kv_heads",
+                  &Op::kv_heads, "key_features", &Op::key_features, "value_features",
+                  &Op::value_features, "fused", &Op::fused, "causal", &Op::causal, "moved_forward",
+                  &Op::moved_forward, "moved_backward", &Op::moved_backward, "saved", &Op::saved,
+                  "saved_bytes", &Op::saved_bytes, "sharded", &Op::sharded, "vectors", &Op::vectors,
+                  "experts", &Op::experts, "top_k", &Op::top_k, "low_precision",
+                  &Op::low_precision);
+  bind_fields<BlockOps>(m, "BlockOps", "layers", &BlockOps::layers, "ops", &BlockOps::ops);
+  bind_fields<Workload>(m, "Workload", "hidden", &Workload::hidden, "seq", &Workload::seq, "heads",
+                        &Workload::heads, "kv_heads", &Workload::kv_heads, "experts",
+                        &Workload::experts, "layers", &Workload::layers, "vocab", &Workload::vocab,
+                        "tied", &Workload::tied, "first", &Workload::first, "last", &Workload::last,
+                        "blocks", &Workload::blocks);
 }
 
 void bind_layouts(py::module_& m) {
@@ -187,43 +172,19 @@ void bind_layouts(py::module_& m) {
       .value("full", Recompute::Full)
       .value("attention", Recompute::Attention)
       .value("half", Recompute::Half);
-  py::class_<Layout>(m, "Layout")
-      .def(py::init<>())
-      .def_readwrite("pp", &Layout::pp)
-      .def_readwrite("dp", &Layout::dp)
-      .def_readwrite("ep", &Layout::ep)
-      .def_readwrite("cp", &Layout::cp)
-      .def_readwrite("tp", &Layout::tp)
-      .def_readwrite("virtual", &Layout::virtual_stages)
-      .def_readwrite("schedule", &Layout::schedule)
-      .def_readwrite("micro_batch", &Layout::micro_batch)
-      .def_readwrite("zero", &Layout::zero)
-      .def_readwrite("sequence_parallel", &Layout::sequence_parallel)
-      .def_readwrite("offload", &Layout::offload)
-      .def_readwrite("overlap_tp", &Layout::overlap_tp)
-      .def_readwrite("recompute", &Layout::recompute)
-      .def_readwrite("element", &Layout::element)
-      .def_readwrite("quantized", &Layout::quantized)
-      .def_readwrite("param_bytes", &Layout::param_bytes)
-      .def_readwrite("grad_bytes", &Layout::grad_bytes)
-      .def_readwrite("state_bytes", &Layout::state_bytes)
-      .def_readwrite("shares", &Layout::shares)
-      .def_readwrite("cut", &Layout::cut);
-  py::class_<Space>(m, "Space")
-      .def(py::init<>())
-      .def_readwrite("pp", &Space::pp)
-      .def_readwrite("dp", &Space::dp)
-      .def_readwrite("ep", &Space::ep)
-      .def_readwrite("cp", &Space::cp)
-      .def_readwrite("tp", &Space::tp)
-      .def_readwrite("micro_batch", &Space::micro_batch)
-      .def_readwrite("zero", &Space::zero)
-      .def_readwrite("schedules", &Space::schedules)
-      .def_readwrite("recompute", &Space::recompute)
-      .def_readwrite("sequence_parallel", &Space::sequence_parallel)
-      .def_readwrite("offload", &Space::offload)
-      .def_readwrite("overlap_tp", &Space::overlap_tp)
-      .def_readwrite("base", &Space::base);
+  bind_fields<Layout>(
+      m, "Layout", "pp", &Layout::pp, "dp", &Layout::dp, "ep", &Layout::ep, "cp", &Layout::cp, "tp",
+      &Layout::tp, "virtual", &Layout::virtual_stages, "schedule", &Layout::schedule, "micro_batch",
+      &Layout::micro_batch, "zero", &Layout::zero, "sequence_parallel", &Layout::sequence_parallel,
+      "offload", &Layout::offload, "overlap_tp", &Layout::overlap_tp, "recompute",
+      &Layout::recompute, "element", &Layout::element, "quantized", &Layout::quantized,
+      "param_bytes", &Layout::param_bytes, "grad_bytes", &Layout::grad_bytes, "state_bytes",
+      &Layout::state_bytes, "shares", &Layout::shares, "cut", &Layout::cut);
+  bind_fields<Space>(m, "Space", "pp", &Space::pp, "dp", &Space::dp, "ep", &Space::ep, "cp",
+                     &Space::cp, "tp", &Space::tp, "micro_batch", &Space::micro_batch, "zero",
+                     &Space::zero, "schedules", &Space::schedules, "recompute", &Space::recompute,
+                     "sequence_parallel", &Space::sequence_parallel, "offload", &Space::offload,
+                     "overlap_tp", &Space::overlap_tp, "base", &Space::base);
   py::class_<Rejected>(m, "Rejected")
       .def_readonly("layout", &Rejected::layout)
       .def_readonly("peak", &Rejected::peak)

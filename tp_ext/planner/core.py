@@ -1,6 +1,7 @@
 """The values of the planner as those of the library, which predicts and searches."""
 
 import functools
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +13,7 @@ from tp_ext.planner.workload import Op, Workload
 from tp_ext.share_sizes import Weights, split_sizes
 
 _SAME = ("pp", "dp", "ep", "cp", "tp", "virtual", "micro_batch", "zero", "sequence_parallel", "offload", "overlap_tp")
+_SIZES = ("hidden", "seq", "heads", "kv_heads", "experts", "layers", "vocab", "tied")
 _EVERYWHERE = 2**62
 
 
@@ -29,26 +31,31 @@ def machine_of(cluster: Cluster, dtype: str) -> Any:
     Raises:
         ValueError: the device has no peak of the dtype.
     """
-    device, machine = cluster.device, load().planner.Machine()
-    other = "fp32" if dtype == "fp32" else "bf16"
-    machine.peak_blocks, machine.peak_other = device.flops(dtype), device.flops(other)
-    machine.blocks, machine.other = curve_of(cluster, dtype), curve_of(cluster, other)
-    machine.attention = device.curve.attention * cluster.factor("attention")
-    machine.memory_bandwidth = device.memory_bandwidth * device.curve.memory * cluster.factor("memory")
+    device, planner, other = cluster.device, load().planner, "fp32" if dtype == "fp32" else "bf16"
     share = device.curve.optimizer or device.curve.memory
-    machine.optimizer_bandwidth = device.memory_bandwidth * share * cluster.factor("memory")
-    machine.asynchronous = device.asynchronous
-    machine.memory, machine.launch = device.memory - device.reserve, device.launch
-    machine.gather, machine.count = cluster.factor("gather"), cluster.count
-    machine.levels = [
-        load().planner.Level(
-            link.latency,
-            link.bandwidth * cluster.factor("outer" if i else "inner"),
-            link.group_size or _EVERYWHERE,
+    levels = [
+        planner.Level(
+            latency=link.latency,
+            bandwidth=link.bandwidth * cluster.factor("outer" if i else "inner"),
+            devices=link.group_size or _EVERYWHERE,
         )
         for i, link in enumerate(cluster.links)
     ]
-    return machine
+    return planner.Machine(
+        peak_blocks=device.flops(dtype),
+        peak_other=device.flops(other),
+        blocks=curve_of(cluster, dtype),
+        other=curve_of(cluster, other),
+        attention=device.curve.attention * cluster.factor("attention"),
+        memory_bandwidth=device.memory_bandwidth * device.curve.memory * cluster.factor("memory"),
+        optimizer_bandwidth=device.memory_bandwidth * share * cluster.factor("memory"),
+        asynchronous=device.asynchronous,
+        memory=device.memory - device.reserve,
+        launch=device.launch,
+        gather=cluster.factor("gather"),
+        count=cluster.count,
+        levels=levels,
+    )
 
 
 def machines_of(cluster: Cluster, dtype: str) -> list[Any]:
@@ -59,37 +66,34 @@ def machines_of(cluster: Cluster, dtype: str) -> list[Any]:
 @functools.lru_cache(maxsize=256)
 def workload_of(workload: Workload) -> Any:
     """Returns the workload."""
-    description, planner = load().planner.Workload(), load().planner
-    for name in ("hidden", "seq", "heads", "kv_heads", "experts", "layers", "vocab", "tied"):
-        setattr(description, name, getattr(workload, name))
-    description.first, description.last = ([_op(op) for op in ops] for ops in (workload.first, workload.last))
-    description.blocks = [planner.BlockOps(block.layers, [_op(op) for op in block.ops]) for block in workload.blocks]
-    return description
+    planner = load().planner
 
+    def ops(rows: Iterable[Op]) -> list[Any]:
+        return [planner.Op(**vars(op) | {"kind": getattr(planner.OpKind, op.kind)}) for op in rows]
 
-def _op(op: Op) -> Any:
-    operator = load().planner.Op()
-    for name, value in vars(op).items():
-        setattr(operator, name, getattr(load().planner.OpKind, value) if name == "kind" else value)
-    return operator
+    blocks = [planner.BlockOps(layers=block.layers, ops=ops(block.ops)) for block in workload.blocks]
+    same = {name: getattr(workload, name) for name in _SIZES}
+    return planner.Workload(**same, first=ops(workload.first), last=ops(workload.last), blocks=blocks)
 
 
 def layout_of(layout: Layout) -> Any:
     """Returns a resolved layout."""
-    setting = load().planner.Layout()
-    for name in _SAME:
-        setattr(setting, name, getattr(layout, name))
-    setting.schedule = layout.torch_schedule
-    setting.recompute = getattr(load().planner.Recompute, layout.recompute or "none")
-    setting.element = STORED.get(layout.dtype, 2)
-    setting.quantized = layout.dtype not in STORED
-    setting.param_bytes, setting.grad_bytes = STORED[layout.param_dtype], STORED[layout.grad_dtype]
-    setting.state_bytes = 8 if layout.param_dtype == "fp32" else 12  # with master weights
+    planner, unequal = load().planner, {}
     if layout.shares and len(set(layout.shares)) > 1:
         exact = [Fraction(weight) for weight in layout.shares]
-        setting.shares = [float(weight / sum(exact)) for weight in exact]
-        setting.cut = functools.partial(split_sizes, p=layout.tp, weights=layout.shares)
-    return setting
+        cut = functools.partial(split_sizes, p=layout.tp, weights=layout.shares)
+        unequal = {"shares": [float(weight / sum(exact)) for weight in exact], "cut": cut}
+    return planner.Layout(
+        **unequal,
+        **{name: getattr(layout, name) for name in _SAME},
+        schedule=layout.torch_schedule,
+        recompute=getattr(planner.Recompute, layout.recompute or "none"),
+        element=STORED.get(layout.dtype, 2),
+        quantized=layout.dtype not in STORED,
+        param_bytes=STORED[layout.param_dtype],
+        grad_bytes=STORED[layout.grad_dtype],
+        state_bytes=8 if layout.param_dtype == "fp32" else 12,  # with master weights
+    )
 
 
 @functools.lru_cache(maxsize=256)

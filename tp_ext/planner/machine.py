@@ -92,11 +92,14 @@ class EfficiencyCurve(Value):
 
     def of(self, dtype: str, factor: float = 1.0, peak: float = 1.0) -> Any:
         """Returns the curve of the library: the shares times a factor, at a peak in units of that of bf16."""
-        curve = load().planner.Curve()
-        curve.share, (curve.tile_m, curve.tile_n), curve.units = self.share_of(dtype) * factor, self.tile, self.units
-        curve.half_k = self.half_k * peak
-        curve.table = [(*row[:3], row[4] * factor) for row in self.table if row[3] == dtype]
-        return curve
+        return load().planner.Curve(
+            share=self.share_of(dtype) * factor,
+            tile_m=self.tile[0],
+            tile_n=self.tile[1],
+            units=self.units,
+            half_k=self.half_k * peak,
+            table=[(*row[:3], row[4] * factor) for row in self.table if row[3] == dtype],
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tp_ext._checks import check_int, check_path
+from tp_ext._checks import check_int, check_path, check_type
 from tp_ext.parallel.schedules import SCHEDULES, check_microbatches
 from tp_ext.planner.core import dtypes_of, layout_of, planner_of
 from tp_ext.planner.layout import Layout
@@ -196,14 +196,9 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
         TypeError, ValueError: values of other types; ranks that are not those of the cluster; what the model or the
             schedule cannot be cut into.
     """
-    arguments: dict[str, tuple[object, type]] = {
-        "workload": (workload, Workload),
-        "cluster": (cluster, Cluster),
-        "layout": (layout, Layout),
-    }
-    for name, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"{name}: {type(value).__name__} must be a {kind.__name__}")
+    check_type(Workload, "a Workload", workload=workload)
+    check_type(Cluster, "a Cluster", cluster=cluster)
+    check_type(Layout, "a Layout", layout=layout)
     check_int(least=1, global_batch=global_batch)
     for of_rank in cluster.of_ranks:
         of_rank.device.flops(layout.dtype)
@@ -224,21 +219,29 @@ def check_layout(workload: Workload, cluster: Cluster, layout: Layout, global_ba
             raise ValueError(f"{name}: {value} must be at most {what}, {limit}")
     if 0 < workload.kv_heads < layout.tp and layout.tp % workload.kv_heads:
         raise ValueError(f"tp: {layout.tp} must be a multiple of kv_heads, {workload.kv_heads}, which are fewer")
-    if layout.shares and len(set(layout.shares)) > 1:
-        for name, value in (("cp", layout.cp), ("ep", layout.ep)):
-            if value > 1:
-                raise ValueError(f"{name}: {value} must be 1 with unequal shares")
-        if 0 < workload.kv_heads < layout.tp:
-            raise ValueError(f"kv_heads: {workload.kv_heads} must be at least tp, {layout.tp}, with unequal shares")
+    _check_shares(workload, layout)
     if layout.pp > 1:
-        schedule = SCHEDULES[layout.torch_schedule]
-        stages = layout.pp * layout.virtual
-        check_microbatches(schedule, layout.microbatches(global_batch), layout.pp, stages)
-        if schedule.splits and layout.recompute:
-            raise ValueError(
-                f"recompute: {layout.recompute!r} must be None with {schedule.name}, which splits the backward"
-            )
+        _check_pipeline(layout, global_batch)
     return layout
+
+
+def _check_shares(workload: Workload, layout: Layout) -> None:
+    if layout.shares is None or len(set(layout.shares)) == 1:
+        return
+    for name, value in (("cp", layout.cp), ("ep", layout.ep)):
+        if value > 1:
+            raise ValueError(f"{name}: {value} must be 1 with unequal shares")
+    if 0 < workload.kv_heads < layout.tp:
+        raise ValueError(f"kv_heads: {workload.kv_heads} must be at least tp, {layout.tp}, with unequal shares")
+
+
+def _check_pipeline(layout: Layout, global_batch: int) -> None:
+    schedule = SCHEDULES[layout.torch_schedule]
+    check_microbatches(schedule, layout.microbatches(global_batch), layout.pp, layout.pp * layout.virtual)
+    if schedule.splits and layout.recompute:
+        raise ValueError(
+            f"recompute: {layout.recompute!r} must be None with {schedule.name}, which splits the backward"
+        )
 
 
 def predict(workload: Workload, cluster: Cluster, layout: Layout, global_batch: int) -> Prediction:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tp_ext._build import load
-from tp_ext._checks import check_choice, check_int
+from tp_ext._checks import check_choice, check_int, check_type
 from tp_ext.parallel.schedules import SCHEDULES
 from tp_ext.planner.actions import library_schedule
 from tp_ext.planner.core import layout_from, layout_of, machines_of, workload_of
@@ -23,6 +23,8 @@ _SCHEDULES = (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBV
 _LARGEST_MICRO_BATCH = 16
 _STEPS = 8  # from shares by the devices' speed to shares by their memory
 _Dtypes = tuple[str, str, str]
+_DTYPES = ("dtype", "param_dtype", "grad_dtype")
+_DEFAULTS = ("sequence_parallel", "offload", "overlap_tp", *_DTYPES)  # not searched over
 
 
 class Found(list[Prediction]):
@@ -51,41 +53,23 @@ class _LayoutSearch:
 
     def __init__(self, workload: Workload, cluster: Cluster, global_batch: int, fixed: Mapping[str, Any]) -> None:
         self.workload, self.cluster, self.global_batch = workload, cluster, global_batch
-        names = {field.name for field in dataclasses.fields(Layout)}
-        self.values: dict[str, list[Any]] = {}
-        for name, value in fixed.items():
-            if name not in names:
-                raise ValueError(f"fixed: {name!r} must be one of {', '.join(sorted(names))}")
-            values = list(value) if isinstance(value, list | tuple | set | range) else [value]
-            if not values:
-                raise ValueError(f"fixed: {name!r} must have at least one value")
-            if name == "shares":
-                self.values[name] = _fixed_shares(values)
-                continue
-            for value in values:  # each value by itself
-                if name not in ("virtual", "schedule"):
-                    Layout(**{name: value})
-            self.values[name] = list(dict.fromkeys(values))
         divisors = _divisors(cluster.count)
-        self.values.setdefault("pp", [size for size in divisors if size <= workload.layers])
         ranks = [len(cluster.devices)] if cluster.devices else divisors
-        self.values.setdefault("tp", [size for size in ranks if size <= max(1, workload.heads)])
-        for size in self.values["tp"]:
-            if cluster.devices and size not in ranks:
-                raise ValueError(f"fixed: tp {size} must be the number of devices of the cluster, {ranks[0]}")
-        self.values.setdefault("cp", [size for size in divisors if size <= workload.seq])
-        self.values.setdefault("ep", [size for size in divisors if size <= max(1, workload.experts)])
-        self.values.setdefault("micro_batch", _micro_batches(global_batch))
-        self.values.setdefault("zero", [0, 1, 2, 3])
-        self.values.setdefault("recompute", [None, "selective", "full"])
-        for name, default in (("sequence_parallel", True), ("offload", False), ("overlap_tp", False)):
-            self.values.setdefault(name, [default])
         defaults = Layout()
-        self.dtypes = list(
-            itertools.product(
-                *(self.values.get(n, [getattr(defaults, n)]) for n in ("dtype", "param_dtype", "grad_dtype"))
-            )
-        )
+        searched: dict[str, list[Any]] = {
+            "pp": [size for size in divisors if size <= workload.layers],
+            "tp": [size for size in ranks if size <= max(1, workload.heads)],
+            "cp": [size for size in divisors if size <= workload.seq],
+            "ep": [size for size in divisors if size <= max(1, workload.experts)],
+            "micro_batch": _micro_batches(global_batch),
+            "zero": [0, 1, 2, 3],
+            "recompute": [None, "selective", "full"],
+        }
+        self.values = {name: [getattr(defaults, name)] for name in _DEFAULTS} | searched | _fixed_values(fixed)
+        for size in self.values["tp"] if cluster.devices else ():
+            if size not in ranks:
+                raise ValueError(f"fixed: tp {size} must be the number of devices of the cluster, {ranks[0]}")
+        self.dtypes = list(itertools.product(*(self.values[name] for name in _DTYPES)))
         for (dtype, _, _), of_rank in itertools.product(self.dtypes, cluster.of_ranks):
             of_rank.device.flops(dtype)
         if None in self.values.get("dp", []):  # what remains is any
@@ -96,9 +80,7 @@ class _LayoutSearch:
         planner = load().planner
         for dtypes in self.dtypes:
             for shares in self.values.get("shares") or _shares_of_devices(self.cluster, dtypes[0]):
-                space = planner.Space()
-                for name in _SEARCHED:
-                    setattr(space, name, self.values.get(name, []))
+                space = planner.Space(**{name: self.values.get(name, []) for name in _SEARCHED})
                 if shares is not None:
                     self._restrict(space, shares)
                 self._fill(space, dtypes, shares)
@@ -141,11 +123,28 @@ class _LayoutSearch:
             yield from (layout_from(layout, dtypes, shares) for layout in layouts)
 
 
+def _fixed_values(fixed: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the values of each name, checked one by one."""
+    names = {field.name for field in dataclasses.fields(Layout)}
+    checked: dict[str, list[Any]] = {}
+    for name, value in fixed.items():
+        if name not in names:
+            raise ValueError(f"fixed: {name!r} must be one of {', '.join(sorted(names))}")
+        values = list(value) if isinstance(value, list | tuple | set | range) else [value]
+        if not values:
+            raise ValueError(f"fixed: {name!r} must have at least one value")
+        if name == "shares":
+            values = _fixed_shares(values)
+        for single in values if name not in ("virtual", "schedule", "shares") else ():
+            Layout(**{name: single})
+        checked[name] = list(dict.fromkeys(values))
+    return checked
+
+
 def _fixed_shares(values: list[Any]) -> list[Weights | None]:
     """Returns the shares that are searched over: a list of weights is a single value."""
-    given = [values] if any(isinstance(value, numbers.Real) for value in values) else values
-    checked = (None if shares is None else shares_of_ranks(shares, len(shares)) for shares in given)
-    return list(dict.fromkeys(checked))
+    several = [values] if any(isinstance(value, numbers.Real) for value in values) else values
+    return [None if shares is None else shares_of_ranks(shares, len(shares)) for shares in several]
 
 
 def _shares_of_devices(cluster: Cluster, dtype: str) -> list[Weights | None]:
@@ -159,15 +158,15 @@ def _shares_of_devices(cluster: Cluster, dtype: str) -> list[Weights | None]:
         return [value / sum(values) for value in values]
 
     capacity = parts([device.memory - device.reserve for device in devices])
-    found: list[Weights | None] = [None]
+    choices: list[Weights | None] = [None]
     for kind in ([device.flops(dtype) for device in devices], [device.memory_bandwidth for device in devices]):
         speed = parts(kind)
         for step in range(_STEPS + 1):
             blend = zip(speed, capacity, strict=True)
-            found.append(tuple(round(a + (b - a) * step / _STEPS, 4) for a, b in blend))
+            choices.append(tuple(round(a + (b - a) * step / _STEPS, 4) for a, b in blend))
         for least in sorted(set(speed))[1:]:
-            found.append(tuple(round(value, 4) if value >= least else 0.0 for value in speed))
-    return [shares for shares in dict.fromkeys(found) if shares is None or len(set(shares)) > 1]
+            choices.append(tuple(round(value, 4) if value >= least else 0.0 for value in speed))
+    return [shares for shares in dict.fromkeys(choices) if shares is None or len(set(shares)) > 1]
 
 
 def _divisors(number: int) -> list[int]:
@@ -213,9 +212,8 @@ def search(
     Raises:
         TypeError, ValueError: another objective, a name in ``fixed`` that no layout has, a value out of its range.
     """
-    for name, value, kind in (("workload", workload, Workload), ("cluster", cluster, Cluster)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name}: {type(value).__name__} must be a {kind.__name__}")
+    check_type(Workload, "a Workload", workload=workload)
+    check_type(Cluster, "a Cluster", cluster=cluster)
     check_int(least=1, global_batch=global_batch, top=top)
     check_choice(("step_time", "memory"), objective=objective)
     if fixed is not None and not isinstance(fixed, Mapping):
