@@ -93,11 +93,16 @@ def check_choice(choices: Iterable[object], /, **values: object) -> None:
             raise ValueError(f"{name}: {value!r} must be one of {', '.join(map(str, known))}")
 
 
+def check_type(kind: type, what: str, /, **values: object) -> None:
+    """Raises a TypeError, with ``what`` in it, unless the values are of a class."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: {type(value).__name__} must be {what}")
+
+
 def check_tensor(**values: object) -> None:
     """Raises a TypeError unless the values are tensors."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {type(value).__name__} must be a tensor")
+    check_type(Tensor, "a tensor", **values)
 
 
 def check_path(what: str = "a path", /, **values: object) -> None:

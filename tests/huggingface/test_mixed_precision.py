@@ -112,20 +112,22 @@ def test_losses_and_norms_are_those_of_one_process_in_the_same_precision(options
 
 
 def _accelerated(model, accelerator, **options):
-    """Losses and norms of a loop as accelerate's documentation has it."""
+    """Losses, norms and learning rates of a loop as accelerate's documentation has it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(_data(), 4, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    found = []
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    lines = []
     for batch in loader:
         loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
+        lines.append((loss.item(), norm.item(), schedule.get_last_lr()[0]))
     rows = accelerator.gather_for_metrics(batch["input_ids"])
-    return found, len(loader), rows.shape[0], accelerator.gather_for_metrics(["text"], use_gather_object=True)
+    return lines, len(loader), rows.shape[0], accelerator.gather_for_metrics(["text"], use_gather_object=True)
 
 
 def _reset_accelerate():

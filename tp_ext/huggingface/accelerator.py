@@ -1,4 +1,4 @@
-"""An accelerator of accelerate whose processes are one data-parallel rank: they hold one sharded model."""
+"""Methods of an accelerator of accelerate whose processes share the batches of a data-parallel rank."""
 
 from __future__ import annotations
 
@@ -33,46 +33,6 @@ SHARDS = {  # methods that would write or read this rank's shards as if they wer
 }
 
 
-def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> accelerate.Accelerator:
-    """Makes all processes of an accelerator one data-parallel rank, which computes each batch together, in place.
-
-    ::
-
-        model = from_pretrained(path, group=dist.group.WORLD).train()
-        accelerator = share_batches(Accelerator(mixed_precision="bf16"), model)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-
-    Then ``prepare`` puts the model's forward under autocast, converts its outputs to fp32 and compiles it, as in one
-    process, but does not wrap it in DDP; all ranks get whole batches, shuffled alike; ``clip_grad_norm_`` is that of
-    the unsharded model; with fp16 all ranks skip the same steps; ``gather_for_metrics`` returns each row once.
-
-    Args:
-        accelerator: new: nothing has been prepared by it.
-        model: sharded over all ranks of the job by :func:`from_pretrained` or :func:`tp_ext.auto.apply`.
-
-    Returns:
-        The accelerator. ``save_state``, ``load_state``, ``save_model`` and ``get_state_dict``, which know of no shards,
-        raise RuntimeError and name what to call.
-
-    Communicates nothing itself; ``prepare`` of a loader broadcasts rank 0's seed and generators (torch's, numpy's and
-    ``random``), from which all ranks draw rows then; a step with fp16 all-reduces the overflow flag;
-    ``clip_grad_norm_`` is :func:`tp_ext.clip_grad_norm_`.
-
-    Raises:
-        TypeError: another type. ValueError: the model is not sharded over all ranks of the job, or ``accelerator`` does
-            not know of all of them (start the job by torchrun), or it has prepared something, or shards by itself.
-    """
-    if not isinstance(accelerator, accelerate.Accelerator):
-        raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")
-    world = check_sharded_over_all(model)
-    check_new(accelerator, world)
-    if world > 1:
-        share(accelerator, model)
-        accelerator.gather_for_metrics = functools.partial(without_repeated_rows, accelerator)
-        refuse_shards(accelerator)
-    return accelerator
-
-
 def check_new(accelerator: accelerate.Accelerator, world: int) -> None:
     """Raises ValueError unless the accelerator knows of all ranks, has prepared nothing and shards nothing itself."""
     if accelerator.num_processes != world:
@@ -88,30 +48,17 @@ def check_new(accelerator: accelerate.Accelerator, world: int) -> None:
         raise ValueError(f"accelerator: must not shard by {accelerator.distributed_type.name}: the model is sharded")
 
 
-def check_sharded_over_all(model: nn.Module) -> int:
-    """Returns the number of ranks of the job; raises ValueError if the model is not sharded over all of them."""
-    plan = getattr(model, "tp_ext_plan", None)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if plan is None or plan.p != world:
-        state = "is not sharded" if plan is None else f"is sharded over {plan.p} ranks"
-        raise ValueError(f"model: {state} and must be sharded over all {world} ranks of the job")
-    return world
-
-
-def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh) -> None:
     """Replaces the methods that would take another rank, other than those of ``mesh["dp"]``, for another batch."""
-    cls, data = type(accelerator), None if mesh is None else mesh["dp"]
-    sharing = process_group(dist.group.WORLD) if mesh is None else mesh["tp"].get_group()
-    # As in one process: each rank reads whole batches. Rank 0 would dispatch those of an iterable data set to all
-    # processes, each another one
-    place: dict[str, Any] = {"num_processes": 1, "process_index": 0, "dispatch_batches": False}
-    if data is not None:
-        place |= {
-            "num_processes": data.size(),
-            "process_index": data.get_local_rank(),
-            "split_batches": accelerator.split_batches,
-            "even_batches": accelerator.even_batches,
-        }
+    cls = type(accelerator)
+    place: dict[str, Any] = {
+        "num_processes": mesh["dp"].size(),
+        "process_index": mesh["dp"].get_local_rank(),
+        # Rank 0 would dispatch the batches of an iterable data set to all processes, each another one
+        "dispatch_batches": False,
+        "split_batches": accelerator.split_batches,
+        "even_batches": accelerator.even_batches,
+    }
 
     def prepare_model(module: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         return cls.prepare_model(accelerator, module, device_placement=False, evaluation_mode=True)  # wraps in no DDP
@@ -123,7 +70,7 @@ def share(accelerator: Any, model: nn.Module, mesh: DeviceMesh | None = None) ->
     def same_batches(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
-        draw_as_first(sharing)
+        draw_as_first(mesh["tp"].get_group())
         prepared = prepare_data_loader(
             loader,
             accelerator.device,

@@ -1,4 +1,4 @@
-"""An accelerator of accelerate around a model that is sharded over some of its processes: data x tensor parallelism."""
+"""An accelerator of accelerate around a model that is sharded over its processes, or over some of them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tp_ext._checks import check_type
 from tp_ext._object_collectives import (
     all_gather_objects,
     broadcast_from_first,
@@ -29,11 +30,12 @@ from tp_ext._object_collectives import (
 from tp_ext.checkpoint.directory import load_checkpoint, save_checkpoint
 from tp_ext.checkpoint.full import full_state_dict
 from tp_ext.group import process_group
-from tp_ext.huggingface.accelerator import check_new, share, without_repeated_rows
+from tp_ext.huggingface.accelerator import check_new, refuse_shards, share, without_repeated_rows
 from tp_ext.model.census import census
 from tp_ext.outside.trainers import check_replicated
 from tp_ext.parallel.replicas import check_layers, copy_from_first
 
+_AXES = ("dp", "tp")
 _FOLDER = "tp_ext_{}"  # in that of save_state: of the model and the optimizer with this number
 
 
@@ -77,15 +79,63 @@ def prepare(accelerator: accelerate.Accelerator, model: nn.Module, *others: Any)
             parameters on several devices, or under FSDP2; an optimizer of another model; see also
             :func:`share_batches`.
     """
-    if not isinstance(accelerator, accelerate.Accelerator):
-        raise TypeError(f"accelerator: {type(accelerator).__name__} must be an accelerate.Accelerator")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_type(accelerate.Accelerator, "an accelerate.Accelerator", accelerator=accelerator)
+    check_type(nn.Module, "an nn.Module", model=model)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return accelerator.prepare(model, *others)
     AcceleratorMethods(accelerator, model, shared_mesh(accelerator, model, others, world))
     return accelerator.prepare(model, *others)
+
+
+def share_batches(accelerator: accelerate.Accelerator, model: nn.Module) -> accelerate.Accelerator:
+    """Makes all processes of an accelerator one data-parallel rank, which computes each batch together, in place.
+
+    ::
+
+        model = from_pretrained(path, group=dist.group.WORLD).train()
+        accelerator = share_batches(Accelerator(mixed_precision="bf16"), model)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+
+    Then ``prepare`` puts the model's forward under autocast, converts its outputs to fp32 and compiles it, as in one
+    process, but does not wrap it in DDP; all ranks get whole batches, shuffled alike; ``clip_grad_norm_`` is that of
+    the unsharded model; with fp16 all ranks skip the same steps; ``gather``, ``gather_for_metrics``, ``reduce`` and
+    schedulers are those of one process.
+
+    Args:
+        accelerator: new: nothing has been prepared by it.
+        model: sharded over all ranks of the job by :func:`from_pretrained` or :func:`tp_ext.auto.apply`.
+
+    Returns:
+        The accelerator. ``save_state``, ``load_state``, ``save_model`` and ``get_state_dict``, which know of no shards,
+        raise RuntimeError and name what to call.
+
+    Communicates: the creation of groups; ``prepare`` of a loader broadcasts rank 0's seed and generators (torch's,
+    numpy's and ``random``), from which all ranks draw rows then; a step with fp16 all-reduces the overflow flag;
+    ``clip_grad_norm_`` is :func:`tp_ext.clip_grad_norm_`.
+
+    Raises:
+        TypeError: another type. ValueError: the model is not sharded over all ranks of the job, or ``accelerator`` does
+            not know of all of them (start the job by torchrun), or it has prepared something, or shards by itself.
+    """
+    check_type(accelerate.Accelerator, "an accelerate.Accelerator", accelerator=accelerator)
+    world = check_sharded_over_all(model)
+    check_new(accelerator, world)
+    if world > 1:
+        ranks = [list(range(world))]
+        AcceleratorMethods(accelerator, model, DeviceMesh(accelerator.device.type, ranks, mesh_dim_names=_AXES))
+        refuse_shards(accelerator)
+    return accelerator
+
+
+def check_sharded_over_all(model: nn.Module) -> int:
+    """Returns the number of ranks of the job; raises ValueError if the model is not sharded over all of them."""
+    plan = getattr(model, "tp_ext_plan", None)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if plan is None or plan.p != world:
+        state = "is not sharded" if plan is None else f"is sharded over {plan.p} ranks"
+        raise ValueError(f"model: {state} and must be sharded over all {world} ranks of the job")
+    return world
 
 
 def shared_mesh(accelerator: Any, model: nn.Module, others: Sequence[Any], world: int) -> DeviceMesh:
@@ -140,7 +190,7 @@ def _mesh(accelerator: Any, own_ranks: Sequence[tuple[int, ...]], world: int) ->
             f"accelerator: parallelism_config has dp_replicate_size = {sizes[0]} and tp_size = {sizes[1]}, and the "
             f"model is sharded over {len(rows[0])} of {world} ranks: they must be {len(rows)} and {len(rows[0])}"
         )
-    return DeviceMesh(accelerator.device.type, list(map(list, rows)), mesh_dim_names=("dp", "tp"))
+    return DeviceMesh(accelerator.device.type, list(map(list, rows)), mesh_dim_names=_AXES)
 
 
 def _check_folder(folder: Any) -> None:
