@@ -14,10 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tp_ext._checks import check_type
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
 from tp_ext.auto.argument_checks import check_example
 from tp_ext.common_generator import device_of
 from tp_ext.group import Group, parallel_group, process_group
+from tp_ext.parallel.pipeline.clock import Clock
 
 _COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")  # namespaces of operators
 _SECONDS = 6.0  # of the passes after the warm-up
@@ -75,8 +77,7 @@ def measure_shares(model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...
 
 def _present_share(model: Any, example: Any, group: Group) -> float:
     """Returns the share of this rank in the layers of the model, up to a factor that all ranks have."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", model=model)
     check_example(example)
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError("model: must have at least one parameter that requires a gradient")
@@ -151,47 +152,20 @@ def _latest(begin: float, ranks: ProcessGroup) -> float:
 
 def _own_seconds(step: Callable[[], object], device: torch.device) -> float:
     """Returns the seconds of a pass in which this rank does not wait in a collective."""
-    watch = _Stopwatch(device)
-    waits = _Waits(watch)
-    begin = watch.mark()
-    with waits:
+    clock = Clock(device)
+    with clock.step(), _Waits(clock):
         step()
-    end = watch.mark()
-    return max(1e-9, watch.between(begin, end) - sum(watch.between(*span) for span in waits.spans))
-
-
-class _Stopwatch:
-    """Times on the host, or those at which a GPU reaches its work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def between(self, begin: Any, end: Any) -> float:
-        if self._device.type != "cuda":
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+    waited, whole = clock.seconds()
+    return max(1e-9, whole - waited)
 
 
 class _Waits(TorchDispatchMode):
-    """The times of collectives. Within a mode layers call those that the dispatcher sees, and wait for each at once."""
+    """Measures collectives. Within a mode layers call those that the dispatcher sees, and wait for each at once."""
 
-    def __init__(self, watch: _Stopwatch) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.spans: list[tuple[Any, Any]] = []
-        self._watch = watch
+        self._clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace not in _COMMUNICATION:
+        with self._clock.part("collective") if func.namespace in _COMMUNICATION else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
-        begin = self._watch.mark()
-        result = func(*args, **(kwargs or {}))
-        self.spans.append((begin, self._watch.mark()))
-        return result

@@ -1,4 +1,4 @@
-"""The time in which a rank of a pipeline computes, and so the share of a step in which it is idle."""
+"""The time of a step and of parts of it, such as those in which a rank of a pipeline computes."""
 
 import time
 from collections.abc import Iterator
@@ -13,45 +13,44 @@ from torch.distributed.pipelining import PipelineStage, _utils
 
 
 class Clock:
-    """Measures a step and the computation in it: on CUDA by events on the current stream, elsewhere by the host's
+    """Measures a step and parts of it: on CUDA by events on the device's current stream, elsewhere by the host's
     clock.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._busy: list[tuple[Any, Any]] = []
+        self._device = device
+        self._parts: list[tuple[Any, Any]] = []
         self._step: list[tuple[Any, Any]] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measures a step, in place of the one before."""
-        self._busy, self._step, begin = [], [], self._now()
+        self._parts, self._step, begin = [], [], self._now()
         yield
         self._step.append((begin, self._now()))
 
     @contextmanager
-    def busy(self, name: str) -> Iterator[None]:
-        """Measures some computation, which is a range of this name in a profile: see
-        :func:`tp_ext.debug.record_timeline`."""
+    def part(self, name: str) -> Iterator[None]:
+        """Measures a part, which is a range of this name in a profile: see :func:`tp_ext.debug.record_timeline`."""
         begin = self._now()
         with record_function(name):
             yield
-        self._busy.append((begin, self._now()))
+        self._parts.append((begin, self._now()))
 
     def seconds(self) -> tuple[float, float]:
-        """Returns the seconds of computation in the last step, and of the step. On CUDA it waits for its end."""
-        return self._sum(self._busy), self._sum(self._step)
+        """Returns the seconds of the parts of the last step, and of the step. On CUDA it waits for its end."""
+        return self._sum(self._parts), self._sum(self._step)
 
     def _now(self) -> Any:
-        if not self._cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         # The host's clock would measure launches, or the host would have to wait for each pass
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _sum(self, intervals: list[tuple[Any, Any]]) -> float:
-        if not self._cuda:
+        if self._device.type != "cuda":
             return sum(end - begin for begin, end in intervals)
         # All events are on one stream, where the last one is reached last
         for _, end in intervals[-1:]:
@@ -74,7 +73,7 @@ class TimedStage(PipelineStage):
         Raises:
             RuntimeError: its outputs are not those of the call on fake tensors, which the next stage expects.
         """
-        with self._clock.busy(f"forward {fwd_chunk_id} of stage {self.stage_index}"):
+        with self._clock.part(f"forward {fwd_chunk_id} of stage {self.stage_index}"):
             result = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         # The outputs of the last stage are sent to no other
         if not self.is_last:
@@ -92,7 +91,7 @@ class TimedStage(PipelineStage):
             if not any(one.requires_grad for one in inputs):
                 self._whole.add(bwd_chunk_id)
                 full_backward = True
-        with self._clock.busy(f"backward {bwd_chunk_id} of stage {self.stage_index}"):
+        with self._clock.part(f"backward {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
@@ -101,7 +100,7 @@ class TimedStage(PipelineStage):
             # Its first half was the whole backward
             self._whole.remove(bwd_chunk_id)
             return None
-        with self._clock.busy(f"weight gradient {bwd_chunk_id} of stage {self.stage_index}"):
+        with self._clock.part(f"weight gradient {bwd_chunk_id} of stage {self.stage_index}"):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def clear_runtime_states(self) -> None:
