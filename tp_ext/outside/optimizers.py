@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tp_ext._checks import check_type
 from tp_ext.model.census import Census
 from tp_ext.outside.live_shards import layouts_by_id
 from tp_ext.sharding import Layout
@@ -38,7 +39,7 @@ _BIT_STEPS = 8  # more than RAdam's first five, which it computes otherwise
 _MAX_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
 # With the numbers of their step hooks then; None: accepted, with any
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, ...] | None]" = weakref.WeakKeyDictionary()
-_found: dict[tuple[str, str, int, bool], bool | None] = {}
+_verdicts: dict[tuple[str, str, str, bool], bool | None] = {}
 _functions = itertools.count()
 
 
@@ -51,8 +52,7 @@ def accept(optimizer: Optimizer) -> Optimizer:
     Raises:
         TypeError: ``optimizer`` is of another type.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")
+    check_type(Optimizer, "a torch.optim.Optimizer", optimizer=optimizer)
     _checked[optimizer] = None
     return optimizer
 
@@ -183,20 +183,63 @@ class _NoCollective(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_Maker = Callable[[Optimizer, list[dict[str, Any]], list[list[nn.Parameter]]], Optimizer]
+
+
 def runs_elementwise(optimizer: Optimizer, steps: int, with_closure: bool = False) -> bool | None:
     """Returns whether copies of an optimizer compute the same updates of small tensors and of their halves; None if it
     cannot be copied and run. Changes neither the optimizer nor the state of random generators; communicates nothing.
     What is found is kept by class and options."""
-    groups = {repr(options): options for options in map(_options, optimizer.param_groups)}
-    param = next((param for group in optimizer.param_groups for param in group["params"]), None)
-    device = torch.device("cpu") if param is None or param.is_meta else param.device
-    key = _described(optimizer), device.type, steps, with_closure
-    if key not in _found:
-        run = functools.partial(_compare, optimizer, list(groups.values()), device, steps, with_closure)
-        # First what the user's optimizer has become; a new one only of those that cannot be copied
-        verdicts = (run(make) for make in (_copy, _build))
-        _found[key] = next((verdict for verdict in verdicts if verdict is not None), None)
-    return _found[key]
+    trial = _Trial(optimizer, with_closure)
+    return trial.verdict(f"{steps} steps", functools.partial(_compare, trial, steps))
+
+
+class _Trial:
+    """Runs of copies of an optimizer over small tensors."""
+
+    def __init__(self, optimizer: Optimizer, with_closure: bool) -> None:
+        self.optimizer, self._with_closure = optimizer, with_closure
+        # Groups with the same options are represented by one
+        self.groups = list({repr(options): options for options in map(_options, optimizer.param_groups)}.values())
+        param = next((param for group in optimizer.param_groups for param in group["params"]), None)
+        self.device = torch.device("cpu") if param is None or param.is_meta else param.device
+        self.devices = [self.device.index or 0] if self.device.type == "cuda" else []
+
+    def verdict(self, question: str, compare: Callable[[_Maker], bool]) -> bool | None:
+        """Returns what ``compare`` returns of copies; None if there are none that can be run."""
+        key = _described(self.optimizer), question, self.device.type, self._with_closure
+        if key not in _verdicts:
+            # First what the user's optimizer has become; a new one only of those that cannot be copied
+            verdicts = (self._run(functools.partial(compare, make)) for make in (_copy, _build))
+            _verdicts[key] = next((verdict for verdict in verdicts if verdict is not None), None)
+        return _verdicts[key]
+
+    def _run(self, compare: Callable[[], bool]) -> bool | None:
+        numbers = random.getstate()
+        try:
+            with torch.random.fork_rng(self.devices), _NoCollective():
+                return compare()
+        except Exception:  # an optimizer may need what this run lacks: its own buffers, a closure, other ranks
+            return None
+        finally:
+            random.setstate(numbers)
+
+    def copied(self, make: _Maker, params: list[nn.Parameter]) -> Optimizer:
+        """Returns a copy over these parameters, of each group equally many."""
+        count = len(params) // len(self.groups)
+        return make(self.optimizer, self.groups, [params[i : i + count] for i in range(0, len(params), count)])
+
+    def step(self, copied: Optimizer, params: list[nn.Parameter], grads: list[Tensor]) -> list[Tensor]:
+        """Makes a step with these gradients; returns the values before."""
+        before = [param.detach().clone() for param in params]
+        _step(copied, params, before, [grad.to(self.device) for grad in grads], self._with_closure)
+        return before
+
+
+def _numbers() -> Callable[..., Tensor]:
+    """Returns a function that draws from a generator of its own: the process's must not move."""
+    generator = torch.Generator().manual_seed(0)
+    return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _described(optimizer: Optimizer) -> str:
@@ -226,25 +269,10 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-_Maker = Callable[[Optimizer, list[dict[str, Any]], list[list[nn.Parameter]]], Optimizer]
-
-
-def _compare(
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    device: torch.device,
-    steps: int,
-    with_closure: bool,
-    make: _Maker,
-) -> bool | None:
-    # A generator of its own: the process's must not move
-    numbers_of = functools.partial(
-        torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-    )
-    starts = [numbers_of(shape) for _ in groups for shape in _SHAPES]
+def _compare(trial: _Trial, steps: int, make: _Maker) -> bool:
+    numbers_of = _numbers()
+    starts = [numbers_of(shape) for _ in trial.groups for shape in _SHAPES]
     grads = [[numbers_of(start.shape) for start in starts] for _ in range(3)]
-    numbers = random.getstate()
-    devices = [device.index or 0] if device.type == "cuda" else []
 
     def updates(dim: int = 0, half: int | None = None) -> list[Tensor]:
         """Returns the updates of each tensor, or of one half of each along ``dim``, a step after the other."""
@@ -254,33 +282,23 @@ def _compare(
 
         # Each run begins with the same random state
         torch.default_generator.manual_seed(0)
-        for index in devices:
+        for index in trial.devices:
             torch.cuda.default_generators[index].manual_seed(0)
-        params = [nn.Parameter(cut(start).to(device, copy=True)) for start in starts]
-        sizes = len(_SHAPES)
-        per_group = [params[index * sizes : (index + 1) * sizes] for index in range(len(groups))]
-        trial = make(optimizer, groups, per_group)
+        params = [nn.Parameter(cut(start).to(trial.device, copy=True)) for start in starts]
+        copied = trial.copied(make, params)
         seen = []
         for step in range(steps):
             scale = 100.0 ** (step % 3 - 1)  # small and large: what clips only clips the latter
-            step_grads = [(scale * cut(grad)).to(device) for grad in grads[step % 3]]
-            before = [param.detach().clone() for param in params]
-            _step(trial, params, before, step_grads, with_closure)
+            before = trial.step(copied, params, [scale * cut(grad) for grad in grads[step % 3]])
             seen += [(param.detach() - old).cpu() for param, old in zip(params, before, strict=True)]
         return seen
 
-    try:
-        with torch.random.fork_rng(devices), _NoCollective():
-            whole = updates()
-            for dim in (0, 1):  # a rank holds rows or columns, and some optimizers look along one of them alone
-                for want, a, b in zip(whole, updates(dim, 0), updates(dim, 1), strict=True):
-                    if not _close(torch.cat([a, b], dim), want):
-                        return False
-        return True
-    except Exception:  # an optimizer may need what this run lacks: its own buffers, a closure, other ranks
-        return None
-    finally:
-        random.setstate(numbers)
+    whole = updates()
+    for dim in (0, 1):  # a rank holds rows or columns, and some optimizers look along one of them alone
+        for want, a, b in zip(whole, updates(dim, 0), updates(dim, 1), strict=True):
+            if not _close(torch.cat([a, b], dim), want):
+                return False
+    return True
 
 
 def _close(got: Tensor, want: Tensor) -> bool:
@@ -295,7 +313,6 @@ def _copy(optimizer: Optimizer, groups: list[dict[str, Any]], params: list[list[
     param_groups = [{**copy.deepcopy(group), "params": small} for group, small in zip(groups, params, strict=True)]
     memo: dict[int, Any] = {id(optimizer.param_groups): param_groups}  # attributes that are the optimizer's parameters
     for group in optimizer.param_groups:
-        # Groups with the same options are represented by one
         small = params[next(i for i, options in enumerate(groups) if repr(options) == repr(_options(group)))]
         memo[id(group["params"])] = small
         memo.update((id(param), small[0]) for param in group["params"])
@@ -386,61 +403,39 @@ def has_same_bits(optimizer: Optimizer, dtype: torch.dtype, with_closure: bool =
     """Returns whether copies of an optimizer compute the same bits of tensors, and of their states, as of odd slices;
     None if it cannot be copied and run. Changes and communicates nothing; what is found is kept, as of
     :func:`runs_elementwise`."""
-    groups = list({repr(options): options for options in map(_options, optimizer.param_groups)}.values())
-    if any(options.get("fused") for options in groups):
+    trial = _Trial(optimizer, with_closure)
+    if any(options.get("fused") for options in trial.groups):
         return False  # with fused multiplications and additions in part: some differ so rarely that no trial sees it
-    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
-    key = f"{_described(optimizer)}; {dtype}", device.type, _BIT_STEPS, with_closure
-    if key not in _found:
-        run = functools.partial(_compare_bits, optimizer, groups, dtype, device, with_closure)
-        verdicts = (run(make) for make in (_copy, _build))
-        _found[key] = next((verdict for verdict in verdicts if verdict is not None), None)
-    return _found[key]
+    return trial.verdict(f"bits of {dtype}", functools.partial(_compare_bits, trial, dtype))
 
 
-def _compare_bits(
-    optimizer: Optimizer,
-    groups: list[dict[str, Any]],
-    dtype: torch.dtype,
-    device: torch.device,
-    with_closure: bool,
-    make: _Maker,
-) -> bool | None:
-    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+def _compare_bits(trial: _Trial, dtype: torch.dtype, make: _Maker) -> bool:
+    draw = _numbers()
 
     def numbers(_: int) -> list[Tensor]:
         # Of all magnitudes, since rounding shows where an update is about as large as what it is added to
-        return [(draw(_BIT_SHAPE) * 10.0 ** (2 * draw(_BIT_SHAPE) - 2)).clamp(-100, 100).to(dtype) for _ in groups]
+        sizes = ((draw(_BIT_SHAPE), draw(_BIT_SHAPE)) for _ in trial.groups)
+        return [(number * 10.0 ** (2 * size - 2)).clamp(-100, 100).to(dtype) for number, size in sizes]
 
     starts, *grads = map(numbers, range(1 + _BIT_STEPS))
 
     def trained(dim: int, start: int, stop: int) -> list[Tensor]:
         def cut(whole: Tensor) -> Tensor:
-            return whole[(slice(None),) * dim + (slice(start, stop),)].contiguous().to(device, copy=True)
+            return whole[(slice(None),) * dim + (slice(start, stop),)].contiguous().to(trial.device, copy=True)
 
         params = [nn.Parameter(cut(start)) for start in starts]
-        trial = make(optimizer, groups, [[param] for param in params])
+        copied = trial.copied(make, params)
         for of_step in grads:
-            before = [param.detach().clone() for param in params]
-            _step(trial, params, before, [cut(grad) for grad in of_step], with_closure)
-        states = (state for p in params for state in trial.state[p].values() if isinstance(state, Tensor))
+            trial.step(copied, params, list(map(cut, of_step)))
+        states = (state for p in params for state in copied.state[p].values() if isinstance(state, Tensor))
         return [*(param.detach() for param in params), *(state for state in states if state.shape == params[0].shape)]
 
-    state_of_random = random.getstate()
-    try:
-        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []), _NoCollective():
-            whole = trained(0, 0, _BIT_SHAPE[0])
-            for dim, cuts in enumerate(_BIT_CUTS):
-                parts = [trained(dim, *ends) for ends in itertools.pairwise(cuts)]
-                if not all(
-                    _equal_bits(torch.cat(shards, dim), want) for *shards, want in zip(*parts, whole, strict=True)
-                ):
-                    return False
-        return True
-    except Exception:  # as in _compare
-        return None
-    finally:
-        random.setstate(state_of_random)
+    whole = trained(0, 0, _BIT_SHAPE[0])
+    for dim, cuts in enumerate(_BIT_CUTS):
+        parts = [trained(dim, *ends) for ends in itertools.pairwise(cuts)]
+        if not all(_equal_bits(torch.cat(shards, dim), want) for *shards, want in zip(*parts, whole, strict=True)):
+            return False
+    return True
 
 
 def _equal_bits(got: Tensor, want: Tensor) -> bool:
