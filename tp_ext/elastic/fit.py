@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ext._checks import check_int, check_number
+from tp_ext._checks import check_int, check_number, check_type
 from tp_ext.elastic.board import Board, Replica
 from tp_ext.model.census import census
 from tp_ext.refit.contents import OPTIONS_OF_STATES
@@ -25,10 +25,8 @@ def check_arguments(
     optimizer: Any, store: Any, replica: Any, timeout: Any, min_replicas: Any, schedulers: Sequence[Any]
 ) -> None:
     """Raises TypeError or ValueError unless a replica takes these arguments."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: {type(optimizer).__name__} must be a torch.optim.Optimizer")
-    if not isinstance(store, dist.Store):
-        raise TypeError(f"store: {type(store).__name__} must be a torch.distributed.Store")
+    check_type(Optimizer, "a torch.optim.Optimizer", optimizer=optimizer)
+    check_type(dist.Store, "a torch.distributed.Store", store=store)
     if not isinstance(replica, str):
         raise TypeError(f"replica: {replica!r} must be a string, the name of this replica")
     check_number(above=0, timeout=timeout)

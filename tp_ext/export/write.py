@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.export import Dim, ExportedProgram
 
 from tp_ext import _ops
-from tp_ext._checks import check_flag, check_int
+from tp_ext._checks import check_flag, check_int, check_type
 from tp_ext._object_collectives import all_gather_objects, call_and_gather, call_on_all_ranks
 from tp_ext.export.decoding import DecodingStep
 from tp_ext.export.graph_groups import rename_group
@@ -104,8 +104,7 @@ def _group_of(model: nn.Module) -> ParallelGroup:
     Raises:
         ValueError: there are several.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", model=model)
     groups = {group for group in census(model).groups_in_use() if group.size > 1}
     if len(groups) > 1:
         names = ", ".join(sorted(group.name for group in groups))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tp_ext._checks import check_path
+from tp_ext._checks import check_path, check_type
 from tp_ext.checkpoint.files.safetensors_slices import SafetensorsFile, SlicedTensor
 from tp_ext.checkpoint.gather import Ranks, ranks_of, write_full
 from tp_ext.checkpoint.pipeline import WholeTensor, agreed_entries, check_same, gather_whole
@@ -172,8 +172,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
         TypeError: ``model`` is no module. ValueError: it has no adapters, or merged ones, whose base is rounded;
             replaced tensors under FSDP2.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", model=model)
     adapters = adapters_of(model)
     if not adapters:
         raise ValueError(f"model: {type(model).__name__} must have adapters, of add_lora or load_adapter")
@@ -265,8 +264,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], *, lock_timeout
 
 
 def _check(model: Any, path: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", model=model)
     check_path("the path of a folder", path=path)
 
 

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tp_ext._checks import check_type
 from tp_ext.context_layout import ContextLayout
 from tp_ext.nn.attention.context_attention import CONTEXTS, AttentionOptions, check_context, context_attention
 
@@ -49,8 +50,7 @@ def context_parallel(model: transformers.PreTrainedModel, *, context: str = "rin
 
     Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
     """
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"model: {type(model).__name__} must be a PreTrainedModel")
+    check_type(transformers.PreTrainedModel, "a PreTrainedModel", model=model)
     check_context(context)
     if not model._supports_attention_backend:
         raise ValueError(f"model: {type(model).__name__} must use the attention interface of transformers")
@@ -88,8 +88,7 @@ def context_inputs(
     Raises:
         TypeError: no layout. ValueError: a layout of packed lengths; another shape or ``gradient_reduction``.
     """
-    if not isinstance(layout, ContextLayout):
-        raise TypeError(f"layout: {type(layout).__name__} must be a ContextLayout")
+    check_type(ContextLayout, "a ContextLayout", layout=layout)
     if layout.batch is None:
         raise ValueError("layout: must be one of batch= and seq=, not of packed lengths")
     if gradient_reduction not in ("sum", "mean"):

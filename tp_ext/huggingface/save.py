@@ -14,7 +14,7 @@ from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from tp_ext._checks import check_path
+from tp_ext._checks import check_path, check_type
 from tp_ext.checkpoint.files.write_lock import check_lock_timeout
 from tp_ext.checkpoint.gather import Ranks, ranks_of
 from tp_ext.checkpoint.pipeline import WholeTensor, agreed_entries, gather_whole
@@ -54,8 +54,7 @@ def save_pretrained(
         OSError: on every rank, if rank 0 could not write. TypeError: an argument of another type, such as a
         ``model`` that is none of transformers. ValueError: ``max_shard_size``.
     """
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"model: {type(model).__name__} must be a PreTrainedModel")
+    check_type(transformers.PreTrainedModel, "a PreTrainedModel", model=model)
     check_path("the path of a folder", path=path)
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int | str):
         raise TypeError(f"max_shard_size: {max_shard_size!r} must be a number of bytes, or text such as '5GB'")

@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tp_ext._checks import check_bool
+from tp_ext._checks import check_bool, check_type
 from tp_ext.group import ParallelGroup, parallel_group
 from tp_ext.mesh_program import regions
 from tp_ext.mesh_program.escapes import VaryingValueError
@@ -67,8 +67,7 @@ def spmd(
             under ``torch.compile`` differ in length. VaryingValueError: a result varies along an axis
             that its spec does not name; a Python number is read from a value that varies.
     """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
+    check_type(DeviceMesh, "a DeviceMesh", mesh=mesh)
     if not mesh.mesh_dim_names:
         raise ValueError("mesh: its axes must have names, mesh_dim_names=")
     if mesh.get_coordinate() is None:

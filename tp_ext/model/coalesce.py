@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tp_ext import _ops
+from tp_ext._checks import check_type
 from tp_ext.model.module import ParallelModule
 
 
@@ -63,8 +64,7 @@ def coalesce_gradients(module: nn.Module) -> CoalescedGradients:
     Raises:
         TypeError: ``module`` is not an ``nn.Module``. ValueError: it has layers built in :func:`tp_ext.tp_invariant`.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: {type(module).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", module=module)
     groups: dict[str, list[SummedParameter]] = {}
     for layer in module.modules():
         if isinstance(layer, ParallelModule):
@@ -98,8 +98,7 @@ def uncoalesce_gradients(module: nn.Module) -> None:
     Raises:
         TypeError: ``module`` is not an ``nn.Module``.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: {type(module).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", module=module)
     for each in module.modules():
         for hook in each._forward_pre_hooks.values():
             hooks = getattr(hook, "__self__", None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext._checks import check_flag, check_int
+from tp_ext._checks import check_flag, check_int, check_type
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import current_blocks, refuse_in_blocks, using_blocks
 from tp_ext.model.layouts import refuse_computed
@@ -165,8 +165,7 @@ class VocabParallelEmbedding(_VocabParallel):
             TypeError: ``embedding`` is not an ``nn.Embedding``. ValueError: it has ``max_norm``,
                 ``scale_grad_by_freq`` or ``sparse``.
         """
-        if not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"embedding: {type(embedding).__name__} must be an nn.Embedding")
+        check_type(nn.Embedding, "an nn.Embedding", embedding=embedding)
         refuse_computed("embedding", embedding, "weight")
         # max_norm writes to the table in forward; our gradient is dense and not scaled
         for name, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
@@ -323,8 +322,7 @@ class VocabParallelLMHead(_VocabParallel):
         Raises:
             TypeError: ``linear`` is not an ``nn.Linear``.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        check_type(nn.Linear, "an nn.Linear", linear=linear)
         refuse_computed("linear", linear, "weight", "bias")
         layer = cls(
             linear.in_features,

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from tp_ext._checks import check_int, check_number, refuse_group
+from tp_ext._checks import check_int, check_number, check_tensor, check_type, refuse_group
 from tp_ext.context_layout import ContextLayout
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.model.module import ParallelModule
@@ -46,8 +46,7 @@ def next_tokens(tokens: Tensor, depth: int, *, layout: ContextLayout | None = No
     """
     check_int(least=1, depth=depth)
     check_int(fill=fill)
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens: {type(tokens).__name__} must be a tensor")
+    check_tensor(tokens=tokens)
     if layout is not None and not isinstance(layout, ContextLayout):
         raise TypeError(f"layout: {type(layout).__name__} must be a ContextLayout, or None")
     if tokens.dim() == 0:
@@ -353,8 +352,7 @@ def _blocks(block: Any, depth: int) -> list[nn.Module]:
     else:
         raise TypeError(f"block: {block!r} must be a module, a list of modules, or a function that makes one")
     for one in blocks:
-        if not isinstance(one, nn.Module):
-            raise TypeError(f"block: {type(one).__name__} must be a module")
+        check_type(nn.Module, "a module", block=one)
     if len(blocks) != depth:
         raise ValueError(f"block: {len(blocks)} blocks must be {depth}, one for each depth; or a function makes them")
     if len(set(map(id, blocks))) < depth:

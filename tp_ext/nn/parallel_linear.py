@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tp_ext._checks import check_flag
+from tp_ext._checks import check_flag, check_type
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import current_blocks, refuse_in_blocks
 from tp_ext.model.layouts import mirror_layouts, refuse_computed
@@ -110,8 +110,7 @@ class ParallelLinear(FormedLinear):
             TypeError: ``linear`` is not an ``nn.Linear``. ValueError: its weight or bias is computed or quantised, or
                 has hooks on its gradient.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: {type(linear).__name__} must be an nn.Linear")
+        check_type(nn.Linear, "an nn.Linear", linear=linear)
         refuse_computed("linear", linear, "weight", "bias")
         options = {"float8": getattr(linear, "float8", None), **options}
         make: Callable[..., Self] = cls  # column or row: their signatures begin as nn.Linear's

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tp_ext._checks import check_number
+from tp_ext._checks import check_number, check_type
 from tp_ext.planner.layout import Layout
 from tp_ext.planner.machine import Cluster
 from tp_ext.planner.prediction import check_layout, predict
@@ -53,8 +53,7 @@ def calibrate(cluster: Cluster, rows: Sequence[MeasuredStep]) -> Cluster:
 
     Huber, "Robust estimation of a location parameter", Annals of Mathematical Statistics 35 (1964).
     """
-    if not isinstance(cluster, Cluster):
-        raise TypeError(f"cluster: {type(cluster).__name__} must be a Cluster")
+    check_type(Cluster, "a Cluster", cluster=cluster)
     checked = [_checked(cluster, row) for row in rows] if isinstance(rows, Sequence) else []
     if not checked:
         raise ValueError(f"rows: {rows!r} must be at least one tuple (workload, layout, global_batch, seconds)")

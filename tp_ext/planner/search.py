@@ -141,7 +141,7 @@ def _fixed_values(fixed: Mapping[str, Any]) -> dict[str, list[Any]]:
     return checked
 
 
-def _fixed_shares(values: list[Any]) -> list[Weights | None]:
+def _fixed_shares(values: list[Any]) -> list[Any]:
     """Returns the shares that are searched over: a list of weights is a single value."""
     several = [values] if any(isinstance(value, numbers.Real) for value in values) else values
     return [None if shares is None else shares_of_ranks(shares, len(shares)) for shares in several]

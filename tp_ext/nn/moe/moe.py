@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from tp_ext import _ops
-from tp_ext._checks import check_int, check_number, check_tensor
+from tp_ext._checks import check_int, check_number, check_tensor, check_type
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, parallel_group
 from tp_ext.invariance import refuse_in_blocks
 from tp_ext.mesh import DataAxes, data_axes
@@ -339,8 +339,7 @@ def router_loss(model: nn.Module) -> Tensor:
     Raises:
         TypeError: ``model`` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    check_type(nn.Module, "an nn.Module", model=model)
     layers = [module for module in model.modules() if isinstance(module, ParallelMoE)]
     totals = [layer.losses.total for layer in layers if layer.losses is not None]
     if totals:
