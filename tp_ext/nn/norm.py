@@ -24,11 +24,14 @@ class _Norm(ParallelModule):
 
     has_blocks = True
     weight: nn.Parameter | None
+    eps: float | None
 
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        parameters: dict[str, float],
+        parameters: dict[str, float | None],  # their first values, None: without it
+        eps: float | None,
+        elementwise_affine: bool,
         *,
         group: Group,
         sequence_parallel: bool,
@@ -52,7 +55,35 @@ class _Norm(ParallelModule):
             shape if sharding is None else (sharding.local_size(self.tp_group.rank, self.tp_group.size),)
         )
         for name, value in parameters.items():
-            self.add_parameter(name, shape, Constant(value), sharding=sharding, device=device, dtype=dtype)
+            if value is None:
+                self.register_parameter(name, None)
+            else:
+                self.add_parameter(name, shape, Constant(value), sharding=sharding, device=device, dtype=dtype)
+        self._names = tuple(parameters)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of x, {tuple(x.shape)}")
+        if self.invariant_blocks is not None:
+            y, total = self._in_token_blocks(x, residual)
+            return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        flat, parameters = self._flat(x), map(self.parameter, self._names)
+        if self._over_group:
+            total = x if residual is None else x + residual
+            y = self._compute_over_group(total, *parameters)
+        elif len(self.normalized_shape) == 1:
+            y, total = self._compute(x, residual, *parameters)
+        else:
+            rest = None if residual is None else self._flat(residual)
+            y, total = self._compute(flat, rest, *map(_flattened, parameters))
+            y, total = y.view(x.shape), total.view(x.shape)
+        return y if residual is None else (y, total)
 
     def _flat(self, x: Tensor) -> Tensor:
         shape = self._local_shape
@@ -60,18 +91,6 @@ class _Norm(ParallelModule):
             share = ", of which this rank's share is " + str(shape) if self._over_group else ""
             raise ValueError(f"x: shape {tuple(x.shape)} must end in normalized_shape = {self.normalized_shape}{share}")
         return x.flatten(-len(shape)) if len(shape) > 1 else x
-
-    def _check_residual(self, x: Tensor, residual: Tensor) -> None:
-        if residual.shape != x.shape:
-            raise ValueError(f"residual: shape {tuple(residual.shape)} must be that of x, {tuple(x.shape)}")
-
-    def _shaped(self, results: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        y, total = results
-        return (y, total) if len(self.normalized_shape) == 1 else (y.view(x.shape), total.view(x.shape))
-
-    def _flat_parameter(self, name: str) -> Tensor | None:
-        param = self.parameter(name)
-        return param.flatten() if param is not None and param.dim() > 1 else param
 
     # [Note: parameters of tokens are summed by blocks of tokens]
     def _in_token_blocks(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -109,8 +128,8 @@ class _Norm(ParallelModule):
         assert blocks is not None
         first = blocks_of_rank(blocks, group.rank, group.size).start if over_ranks else 0
         copies: dict[str, list[Tensor]] = {}
-        for name in self._parameters:
-            if (param := self._flat_parameter(name)) is not None:
+        for name in self._names:
+            if (param := _flattened(self.parameter(name))) is not None:
                 copies[name] = _ops.block_copies(param, group.name if over_ranks else "", blocks)
         lengths = [length for _, length in segments]
         slices, rest = x.split(lengths, dim), None if residual is None else residual.split(lengths, dim)
@@ -128,6 +147,20 @@ class _Norm(ParallelModule):
     ) -> tuple[Tensor, Tensor]:
         """Returns y and x + residual, or x; x ``[.., n]``, whole rows."""
         raise NotImplementedError
+
+    def _compute_over_group(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Returns y of shares of rows."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}, {self.parallel_repr()}"
+        )
+
+
+def _flattened(param: Tensor | None) -> Tensor | None:
+    return param if param is None or param.dim() == 1 else param.flatten()
 
 
 def _without_gradient(param: Tensor) -> Tensor:
@@ -178,7 +211,9 @@ class RMSNorm(_Norm):
         check_flag(elementwise_affine=elementwise_affine)
         super().__init__(
             normalized_shape,
-            {"weight": 1.0} if elementwise_affine else {},
+            {"weight": 1.0 if elementwise_affine else None},
+            eps,
+            elementwise_affine,
             group=group,
             sequence_parallel=sequence_parallel,
             weight_group=weight_group,
@@ -186,32 +221,6 @@ class RMSNorm(_Norm):
             device=device,
             dtype=dtype,
         )
-        self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        if not elementwise_affine:
-            self.register_parameter("weight", None)
-
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if not x.is_floating_point():
-            raise TypeError(f"x: dtype {x.dtype} must be a floating point type")
-        if residual is not None:
-            self._check_residual(x, residual)
-        if self.invariant_blocks is not None:
-            y, total = self._in_token_blocks(x, residual)
-            return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
-        eps, flat, weight = self._epsilon(x), self._flat(x), self._flat_parameter("weight")
-        if self._over_group:
-            total = x if residual is None else x + residual
-            y = _ops.sharded_rms_norm(total, weight, eps, self.tp_group.name, *self.normalized_shape)
-            return y if residual is None else (y, total)
-        if residual is not None:
-            return self._shaped(_ops.rms_norm_residual(flat, self._flat(residual), weight, eps), x)
-        y = _ops.rms_norm(flat, weight, eps)
-        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def is_one_kernel(self) -> bool:
         """Returns whether the layer is nothing but the norm of whole rows of one dim: :meth:`after_sum` may be called
@@ -240,11 +249,8 @@ class RMSNorm(_Norm):
             return _ops.rms_norm(x, weight, self._epsilon(x)), x
         return _ops.rms_norm_residual(x, residual, weight, self._epsilon(x))
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.normalized_shape}, eps={self.eps}, "
-            f"elementwise_affine={self.elementwise_affine}, {self.parallel_repr()}"
-        )
+    def _compute_over_group(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return _ops.sharded_rms_norm(x, weight, self._epsilon(x), self.tp_group.name, *self.normalized_shape)
 
 
 class LayerNorm(_Norm):
@@ -262,6 +268,7 @@ class LayerNorm(_Norm):
     """
 
     bias: nn.Parameter | None
+    eps: float
 
     def __init__(
         self,
@@ -279,10 +286,11 @@ class LayerNorm(_Norm):
     ) -> None:
         check_number(eps=eps)
         check_flag(elementwise_affine=elementwise_affine, bias=bias)
-        wanted = {"weight": elementwise_affine, "bias": elementwise_affine and bias}
         super().__init__(
             normalized_shape,
-            {name: float(name == "weight") for name, there in wanted.items() if there},
+            {"weight": 1.0 if elementwise_affine else None, "bias": 0.0 if elementwise_affine and bias else None},
+            eps,
+            elementwise_affine,
             group=group,
             sequence_parallel=sequence_parallel,
             weight_group=weight_group,
@@ -290,31 +298,6 @@ class LayerNorm(_Norm):
             device=device,
             dtype=dtype,
         )
-        self.eps = eps
-        self.elementwise_affine = elementwise_affine
-        for name, there in wanted.items():
-            if not there:
-                self.register_parameter(name, None)
-
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is not None:
-            self._check_residual(x, residual)
-        if self.invariant_blocks is not None:
-            y, total = self._in_token_blocks(x, residual)
-            return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
-        flat, weight, bias = self._flat(x), self._flat_parameter("weight"), self._flat_parameter("bias")
-        if self._over_group:
-            total = x if residual is None else x + residual
-            y = _ops.sharded_layer_norm(total, weight, bias, self.eps, self.tp_group.name, *self.normalized_shape)
-            return y if residual is None else (y, total)
-        if residual is not None:
-            return self._shaped(_ops.layer_norm_residual(flat, self._flat(residual), weight, bias, self.eps), x)
-        y = _ops.layer_norm(flat, weight, bias, self.eps)
-        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
 
     def _compute(
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None
@@ -323,8 +306,5 @@ class LayerNorm(_Norm):
             return _ops.layer_norm(x, weight, bias, self.eps), x
         return _ops.layer_norm_residual(x, residual, weight, bias, self.eps)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.normalized_shape}, eps={self.eps}, "
-            f"elementwise_affine={self.elementwise_affine}, {self.parallel_repr()}"
-        )
+    def _compute_over_group(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return _ops.sharded_layer_norm(x, weight, bias, self.eps, self.tp_group.name, *self.normalized_shape)
