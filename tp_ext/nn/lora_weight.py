@@ -55,12 +55,6 @@ class LoRAWeight(nn.Module):
             layouts |= {name: Layout((Sharding(dim, parts), group)) for name, dim in along if name in layouts}
         declare_layouts(self, layouts)
 
-    @property
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The full shapes of the factors."""
-        table: dict[str, Layout] = self.__dict__["tp_layouts"]
-        return {name: tuple(table[name].full_shape(value.shape)) for name, value in self.named_parameters()}
-
     def forward(self, weight: Tensor) -> Tensor:
         """Returns the weight with the adapter, or without it while it is disabled."""
         if self.disabled:

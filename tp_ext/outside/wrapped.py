@@ -254,14 +254,6 @@ TRAINERS = [
 _ours: dict[str, Callable[..., Any]] = {}  # by Wrapped.ours, filled by _load
 
 
-def parameters_of(function: Callable[..., Any]) -> str:
-    """Returns the parameters of a function as in :attr:`Wrapped.parameters`."""
-    plain = [
-        param.replace(annotation=inspect.Parameter.empty) for param in inspect.signature(function).parameters.values()
-    ]
-    return str(inspect.Signature(plain))[1:-1]
-
-
 def install() -> None:
     """Wraps all of :data:`WRAPPED` and :data:`TRAINERS`, or none if the environment says so."""
     if os.environ.get(SWITCH, "1") == "0":
