@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import distributed as dist
 
 from tests.helpers.ranks import run
+from tests.helpers.simulated import as_processes, plans_made_once
 from tp_ext.debug import simulate
 
 
@@ -65,14 +65,11 @@ def _simulate(fn: Callable, p: int, arguments: dict[str, Any]) -> None:
                 error.add_note(f"on rank {rank} of {p}")
             raise
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a process of the pool: the sums of a product depend on it
     try:
-        simulate(on_rank, p)
+        with as_processes(), plans_made_once():
+            simulate(on_rank, p)
     except RuntimeError as error:
         raise error.__cause__ or error from None
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _call(group: Any, module: str, name: str, backend: str, arguments: dict[str, Any]) -> None:

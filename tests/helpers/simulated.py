@@ -1,12 +1,14 @@
 """Ranks in this process for tests: `run(fn, p, ...)` as that of `ranks`, by ``debug.simulate``.
 
 For tests whose subject is what ranks compute, not the processes or a backend. Ranks take turns, and a plan of
-``auto.plan`` is made by the first of them alone: it is the same on all, which tests on processes show.
+``auto.plan``, or the proof of a call that its example does not show, is made by the first of them alone: it is the same
+on all, which tests on processes show.
 """
 
+import contextlib
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,28 +17,57 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tp_ext import auto
+from tp_ext.auto import guard
 from tp_ext.debug import simulate
 
 
 def run(fn: Callable, p: int, *args: Any, **kwargs: Any) -> list:
     """The results of fn(group, *args, **kwargs) on ranks 0..p-1, each with arguments and a thread of its own."""
-    task, threads, plan = pickle.dumps((args, kwargs)), torch.get_num_threads(), auto.plan
-    plans: list[Any] = []
-    calls = threading.local()
+    task = pickle.dumps((args, kwargs))
 
     def on_rank(rank: int, group: Any) -> Any:
         own_args, own_kwargs = pickle.loads(task)
         return tree_map_only(Tensor, lambda t: t.detach().clone(), fn(group, *own_args, **own_kwargs))
 
-    def planned(*args: Any, **kwargs: Any) -> auto.Plan:
-        calls.number = number = getattr(calls, "number", -1) + 1
-        if number == len(plans):
-            plans.append(plan(*args, **kwargs))
-        return plans[number]
+    with as_processes(), plans_made_once():
+        return simulate(on_rank, p)
 
-    torch.set_num_threads(1)  # as the processes: a product's sums depend on them
+
+@contextlib.contextmanager
+def as_processes() -> Iterator[None]:
+    """One thread for a product, as in a process of the pool: its sums depend on the number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        with mock.patch.object(auto, "plan", planned):
-            return simulate(on_rank, p)
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def plans_made_once() -> Iterator[None]:
+    """The first of the simulated ranks to plan a model, or to prove a call, does it for all."""
+    plans = _once(auto.plan, lambda *args, **options: repr(options))
+    proofs = _once(guard.plan_again, _call)
+    with mock.patch.object(auto, "plan", plans), mock.patch.object(guard, "plan_again", proofs):
+        yield
+
+
+def _call(plan: auto.Plan, structure: torch.nn.Module, example: Any, apply: Any, *by_values: bool) -> str:
+    modes = [module.training for module in structure.modules()]
+    return repr((plan.fingerprint, example, modes, torch.is_grad_enabled(), by_values))
+
+
+def _once(function: Callable, key: Callable) -> Callable:
+    """A function whose n-th call on a rank has the result of the n-th call on the first rank, if it is the same call."""
+    results: dict[tuple[int, str], Any] = {}
+    calls = threading.local()
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        calls.number = getattr(calls, "number", -1) + 1
+        name = calls.number, key(*args, **kwargs)
+        if name not in results:
+            results[name] = function(*args, **kwargs)
+        return results[name]
+
+    return first

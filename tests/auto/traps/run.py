@@ -28,6 +28,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError
 from tests.helpers.ranks import run as run_processes
 from tests.helpers.same_values import differences_of_states
+from tests.helpers.simulated import plans_made_once
 from tp_ext.simulation.comparison import differences_of_models
 
 EXAMPLE, STEPS = (3, 5), ((2, 7), (3, 5), (4, 3))
@@ -229,7 +230,8 @@ def result_of(name: str, p: int, timeout: float = 60) -> Result:
     try:
         if hasattr(tp_ext.debug, "simulate"):
             plans: dict = {}
-            results = tp_ext.debug.simulate(lambda rank, group: check(group, name, rank, p, plans), p)
+            with plans_made_once():
+                results = tp_ext.debug.simulate(lambda rank, group: check(group, name, rank, p, plans), p)
         else:
             results = run_processes(check_in_process, p, name, timeout=timeout)
     except (RankError, Exception) as error:
