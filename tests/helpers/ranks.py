@@ -36,7 +36,9 @@ from unittest import mock
 from tp_ext import common_generator
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.helpers.preloaded"])
+PRELOADED = ["tests.helpers.preloaded"]
+# What a rank would import by itself, in 2 s of processor time: by the server, where pytest has imported it
+OF_OTHERS = ["tp_ext.huggingface", "transformers.trainer", "trl.trainer.sft_trainer", "peft", "lightning"]
 BACKEND = "TP_EXT_RANKS_BACKEND"
 STRICT = {"MKL_CBWR": "AVX512,STRICT"}  # for tp_invariant: MKL reads it once in a process
 _ENVIRONMENT = {
@@ -74,6 +76,8 @@ def run(fn: Callable, p: int, *args: Any, timeout: float = 180, **kwargs: Any) -
 def start_forkserver() -> None:
     """Starts the server that forks processes, if it does not run, with the environment of ranks: all that are forked
     have that."""
+    of_others = [name for name in OF_OTHERS if name in sys.modules and shutil.which("nvidia-smi") is None]
+    _context.set_forkserver_preload([*of_others, *PRELOADED])  # which freezes what is there
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
 

@@ -1,16 +1,13 @@
 """fp32 products of layers by either of torch's libraries, and the choice between them."""
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import tp_ext
-from tests.helpers import simulated
+from tests.helpers import ranks, simulated
 
 WIDTH, TOKENS = 256, 96  # products of 6 and more million multiplications
 LIBRARIES = ("torch", "onednn")
@@ -51,14 +48,15 @@ def _worst(group, name):
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in results if b.numel())
 
 
-def _in_process(library, code, **environment):
-    """Returns the value of an expression of this file in a new process, since a process chooses once."""
-    program = f"import json; from tests.kernels import test_products as t; print(json.dumps({code}))"
-    env = os.environ | {"TP_EXT_GEMM": library, "OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+def _in_process(library, fn, **environment):
+    """Returns the value of a function of this file in a new process, since a process chooses once."""
+    return ranks.run_fresh(_chosen, fn, environment | {"TP_EXT_GEMM": library})
+
+
+def _chosen(fn, environment):
+    os.environ.pop("MKL_CBWR", None)  # of all ranks of tests: its products would be torch's
+    os.environ.update(environment)
+    return fn()
 
 
 def errors():
@@ -102,14 +100,14 @@ def differences():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_layers_have_the_values_of_fp64(library):
-    worst = _in_process(library, "t.errors()")
+    worst = _in_process(library, errors)
     assert len(worst) == 12 and max(worst.values()) < 3e-6, worst
 
 
 @both
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_torch_has_the_products_that_others_must_see(library):
-    different, errors = _in_process(library, "t.differences()")
+    different, errors = _in_process(library, differences)
     assert different == {"plain": library == "onednn", "small": False, "double": False}
     assert max(errors) < 2e-5, errors
 
@@ -121,28 +119,28 @@ def products():
 @both
 def test_the_choice_is_made_once_a_machine(tmp_path):
     """Measured by the first process, and obeyed by the others, whatever they would measure."""
-    first = _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
+    first = _in_process("auto", products, XDG_CACHE_HOME=str(tmp_path))
     assert first.endswith("as measured in this process")
     (file,) = (tmp_path / "tp_ext").iterdir()
     chosen = file.read_text()
     assert set(chosen.split()) <= set(LIBRARIES) and first.startswith(chosen.split()[0])
     for few, many in (("torch", "onednn"), ("onednn", "torch")):
         file.write_text(f"{few} {many}\n")
-        text = _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
+        text = _in_process("auto", products, XDG_CACHE_HOME=str(tmp_path))
         assert text == f"{few}, of more than 2^24 multiplications {many}, as measured before, in {file}"
     file.write_text("tor")  # what was cut off is measured again
-    assert "in this process" in _in_process("auto", "t.products()", XDG_CACHE_HOME=str(tmp_path))
+    assert "in this process" in _in_process("auto", products, XDG_CACHE_HOME=str(tmp_path))
     unwritable = tmp_path / "file"
     unwritable.write_text("")
-    assert "in this process" in _in_process("auto", "t.products()", XDG_CACHE_HOME=str(unwritable))
+    assert "in this process" in _in_process("auto", products, XDG_CACHE_HOME=str(unwritable))
 
 
 @both
 def test_where_bits_are_promised_products_are_torch_s():
-    text = _in_process("onednn", "t.products()", MKL_CBWR="AVX2,STRICT")
+    text = _in_process("onednn", products, MKL_CBWR="AVX2,STRICT")
     assert text == "torch, by MKL_CBWR, or as there is no MKL"
 
 
 def test_a_wrong_choice_is_named():
-    with pytest.raises(RuntimeError, match="ValueError: TP_EXT_GEMM: 'mkl' must be one of 'auto', 'torch', 'onednn'"):
-        _in_process("mkl", "t.products()")
+    with pytest.raises(ranks.RankError, match="ValueError: TP_EXT_GEMM: 'mkl' must be one of 'auto', 'torch', 'onednn'"):
+        _in_process("mkl", products)

@@ -202,7 +202,7 @@ _PARENT = """
 import os, pickle, sys
 if __name__ == "__main__":
     from tests.helpers import ranks
-    ranks._context.set_forkserver_preload(["torch"])  # what a worker needs, without what takes as long again
+    ranks.PRELOADED = ["torch"]  # what a worker needs, without what takes as long again
     pool = ranks._Pool(0, 2)
     print(pool.run(pickle.dumps((sys.path, pickle.dumps((os.getpid, (), {})))), 180), flush=True)
     if sys.argv[1] == "killed":
