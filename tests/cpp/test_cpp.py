@@ -17,7 +17,7 @@ import tp_ext
 from tests.cpp.cases import AdamWOfCpp, Cases
 from tests.export.test_export import MAX_SEQ, SECONDS, export, prompt
 from tests.helpers import small_gpt
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import CCACHE, ROOT
 from tests.helpers.ranks import run
 from tp_ext.debug import simulate
 
@@ -37,7 +37,8 @@ def configure(source: Path, build: Path, *options: str) -> subprocess.CompletedP
 def programs(tmp_path_factory):
     """The folder of the programs, built without a CUDA toolkit, by the compiler that CMake finds or CXX names."""
     build = tmp_path_factory.mktemp("cpp")
-    configured = configure(ROOT / "tests" / "cpp", build, "-DCMAKE_CXX_FLAGS=-O0")
+    launcher = [f"-DCMAKE_CXX_COMPILER_LAUNCHER={name}" for name in CCACHE]
+    configured = configure(ROOT / "tests" / "cpp", build, "-DCMAKE_CXX_FLAGS=-O0", *launcher)
     assert configured.returncode == 0, configured.stderr
     built = subprocess.run([CMAKE, "--build", build], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout[-4000:]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import CCACHE
+
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
 FAMILIES = ["columns", "norm", "rope", "vocabulary", "random_words", "shards", "multi_tensor", "experts"]
@@ -72,8 +74,10 @@ def program(request, tmp_path_factory):
         source = folder / f"{binary}_whole.cpp"
         source.write_text("\n".join([*lines[::2], *main]))
         more = ["-DEVERY_TYPE"] if binary.endswith(EVERY_TYPE) else []
-        command = [GXX, *FLAGS, *more, source, "-o", folder / binary]
-        return subprocess.run(command, capture_output=True, text=True)
+        compiled = [*CCACHE, GXX, *FLAGS, *more, "-c", source.name, "-o", f"{binary}.o"]  # without this run's folder
+        linked = [GXX, *SANITIZE, f"{binary}.o", "-o", binary]
+        done = subprocess.run(compiled, cwd=folder, capture_output=True, text=True)
+        return done if done.returncode else subprocess.run(linked, cwd=folder, capture_output=True, text=True)
 
     tests = [item for item in request.session.items if item.path == Path(__file__)]
     suffixes = {"test_kernels": "", "test_kernels_in_every_type": EVERY_TYPE}
