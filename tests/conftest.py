@@ -79,13 +79,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _caches_of_inductor(tmp_path_factory):
-    """One folder for all processes of this run: what inductor finds out about the compiler takes seconds. Not its
-    default folder, which may hold code that was compiled with another build of the operators."""
+def _caches(tmp_path_factory):
+    """One folder for all processes of this run, of plans and of what inductor finds out about the compiler, which takes
+    seconds. Not its default folder, which may hold code that was compiled with another build of the operators."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    (folder / "plans").mkdir(exist_ok=True)
+    os.environ[ranks.PLANS] = str(folder / "plans")
 
 
 @pytest.fixture(autouse=True)

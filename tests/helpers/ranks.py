@@ -40,6 +40,7 @@ PRELOADED = ["tests.helpers.preloaded"]
 # What a rank would import by itself, in 2 s of processor time: by the server, where pytest has imported it
 OF_OTHERS = ["tp_ext.huggingface", "transformers.trainer", "trl.trainer.sft_trainer", "peft", "lightning"]
 BACKEND = "TP_EXT_RANKS_BACKEND"
+PLANS = "TP_EXT_TESTS_PLANS"  # the folder of those that were made in this run
 STRICT = {"MKL_CBWR": "AVX512,STRICT"}  # for tp_invariant: MKL reads it once in a process
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

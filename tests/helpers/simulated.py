@@ -59,7 +59,7 @@ def _call(plan: auto.Plan, structure: torch.nn.Module, example: Any, apply: Any,
 
 
 def _once(function: Callable, key: Callable) -> Callable:
-    """A function whose n-th call on a rank has the result of the n-th call on the first rank, if it is the same call."""
+    """A function whose n-th call on a rank has the result of the n-th call on the first one, if it is the same call."""
     results: dict[tuple[int, str], Any] = {}
     calls = threading.local()
 

@@ -142,5 +142,7 @@ def test_where_bits_are_promised_products_are_torch_s():
 
 
 def test_a_wrong_choice_is_named():
-    with pytest.raises(ranks.RankError, match="ValueError: TP_EXT_GEMM: 'mkl' must be one of 'auto', 'torch', 'onednn'"):
+    with pytest.raises(
+        ranks.RankError, match="ValueError: TP_EXT_GEMM: 'mkl' must be one of 'auto', 'torch', 'onednn'"
+    ):
         _in_process("mkl", products)
