@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import BatchEncoding, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -82,7 +83,8 @@ def test_options_of_a_forward_that_takes_any_number_by_position():
         run(_by_position_and_name, 2, "mixes")
 
 
-def _dataclass(group: Any) -> None:
+@on_ranks(2)
+def test_a_tensor_of_a_dataclass_has_a_complete_gradient(group: Any) -> None:
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, WIDTH)
     model, sharded = _models(group, OfDataclass, (Scaled(x.clone().requires_grad_()),))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -91,18 +93,11 @@ def _dataclass(group: Any) -> None:
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
 
 
-def test_a_tensor_of_a_dataclass_has_a_complete_gradient():
-    run(_dataclass, 2)
-
-
-def _by_name(group: Any) -> None:
+@on_ranks(2)
+def test_linear_layers_called_with_the_name_of_their_argument(group: Any) -> None:
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(3, WIDTH)
     model, sharded = _models(group, ByName, (x,))
     torch.testing.assert_close(sharded(x), model(x), **close)
-
-
-def test_linear_layers_called_with_the_name_of_their_argument():
-    run(_by_name, 2)
 
 
 def test_a_proof_runs_on_the_host():
@@ -211,14 +206,11 @@ def _later(group: Any, off: tuple[Any, ...], longer: tuple[Any, ...], on: tuple[
             sharded(*on)
 
 
-def _held(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", HOLDERS)
+@on_ranks(2)
+def test_a_switch_in_what_holds_the_features(group: Any, name: str) -> None:
     make = HOLDERS[name]
     _later(group, (make(X, False),), (make(X[:2], False),), (make(X, True),))
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-def test_a_switch_in_what_holds_the_features(name: str):
-    run(_held, 2, name)
 
 
 @pytest.mark.parametrize("name", HOLDERS)
@@ -234,7 +226,8 @@ def test_a_call_with_what_the_example_does_not_have(name: str):
     run(other, 2)
 
 
-def _hidden(group: Any) -> None:
+@on_ranks(2)
+def test_a_gradient_of_a_tensor_in_an_object_is_refused(group: Any) -> None:
     model, sharded = _models(group, Switched, (Plain(X, False),))
     for make in (Plain, Slots, HOLDERS["namespace"]):
         with pytest.raises(RuntimeError, match="among its arguments has a tensor that requires a gradient"):
@@ -243,21 +236,16 @@ def _hidden(group: Any) -> None:
             torch.testing.assert_close(sharded(make(X, False)), model(make(X, False)), **close)
 
 
-def test_a_gradient_of_a_tensor_in_an_object_is_refused():
-    run(_hidden, 2)
-
-
-def _valued(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", VALUES)
+@on_ranks(2)
+def test_a_value_that_is_a_switch(group: Any, name: str) -> None:
     off, on = VALUES[name]
     _later(group, (X, off), (X[:2], off), (X, on))
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_a_value_that_is_a_switch(name: str):
-    run(_valued, 2, name)
-
-
-def _asked(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", SWITCHED_ON)
+@on_ranks(2)
+def test_what_code_asks_of_memory_and_modes(group: Any, name: str) -> None:
     """Code may ask for strides of its arguments, and for the modes in which it is called."""
     model, sharded = _models(group, Switched, (X, name))
     view, words = X, "no call with arguments of these kinds and lengths.*pinned by _softmax"
@@ -282,11 +270,6 @@ def _asked(group: Any, name: str) -> None:
     torch.testing.assert_close(sharded(X, name), model(X, name), **close)
 
 
-@pytest.mark.parametrize("name", SWITCHED_ON)
-def test_what_code_asks_of_memory_and_modes(name: str):
-    run(_asked, 2, name)
-
-
 def _none(group: Any) -> None:
     class Default(Mlp):
         def forward(self, x: Tensor, other: Any, is_plain: bool | None = True, **options: Any) -> Tensor:
@@ -305,7 +288,9 @@ def test_none_in_place_of_a_default():
     run(_none, 2)
 
 
-def _planned_in(group: Any, mode: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu")])
+@on_ranks(2)
+def test_a_plan_is_made_without_the_modes_of_its_caller(group: Any, mode: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model = Switched()
     with mode():
@@ -315,11 +300,6 @@ def _planned_in(group: Any, mode: Callable[[], Any]) -> None:
     torch.testing.assert_close(sharded(X.float(), "autocast"), model(X.float(), "autocast"))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, functools.partial(torch.autocast, "cpu")])
-def test_a_plan_is_made_without_the_modes_of_its_caller(mode: Callable[[], Any]):
-    run(_planned_in, 2, mode)
-
-
 class Writing(Mlp):
     def forward(self, batch: Plain) -> Tensor:
         batch.kept = self.up(batch.x)
@@ -327,7 +307,8 @@ class Writing(Mlp):
         return self.down(F.gelu(batch.kept))
 
 
-def _left_as_they_are(group: Any) -> None:
+@on_ranks(2)
+def test_planning_and_proofs_do_not_write_to_arguments(group: Any) -> None:
     batch = Plain(X, {})
     model, sharded = _models(group, Writing, (batch,))
     assert not hasattr(batch, "kept") and not batch.on
@@ -347,10 +328,6 @@ def _left_as_they_are(group: Any) -> None:
                 for m, c in zip((llama, sharded), caches, strict=True)
             )
             torch.testing.assert_close(logits, wanted, **close)
-
-
-def test_planning_and_proofs_do_not_write_to_arguments():
-    run(_left_as_they_are, 2)
 
 
 def _numbers_in(group: Any) -> None:
@@ -423,7 +400,9 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Tensor, Tenso
 }
 
 
-def _another_place(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", PLACES)
+@on_ranks(2)
+def test_a_block_that_takes_another_argument(group: Any, name: str) -> None:
     example, other = PLACES[name]
     model, sharded = _models(group, Chosen, example(X, 2 * X))
     for call in (example, other):
@@ -437,8 +416,3 @@ def _another_place(group: Any, name: str) -> None:
         for each, given in zip((model, sharded), inputs, strict=True):
             (each(**call(*given)) ** 2).sum().backward()
         torch.testing.assert_close(inputs[1][0].grad, inputs[0][0].grad, **close)
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_a_block_that_takes_another_argument(name: str):
-    run(_another_place, 2, name)

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 import tp_ext
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -390,7 +391,8 @@ TIED: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
 }
 
 
-def _tied(group: Any) -> None:
+@on_ranks(2)
+def test_tied_parameters_stay_tied_or_are_refused(group: Any) -> None:
     plan = auto.plan(Tied().double(), (IDS,), 2)
     assert set(plan.shardings) >= {"table.weight", "head.weight"}
     for change, stays in TIED.values():
@@ -404,7 +406,3 @@ def _tied(group: Any) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"table.weight and head.weight were one parameter"):
                 changed(IDS)
-
-
-def test_tied_parameters_stay_tied_or_are_refused() -> None:
-    run(_tied, 2)

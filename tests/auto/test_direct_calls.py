@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -220,7 +221,8 @@ def test_recomputation_inside_of_forward():
     run(_compare, 2, Recomputed, Recomputed.__call__, False)
 
 
-def _raises_and_goes_on(group: Any) -> None:
+@on_ranks(2)
+def test_an_exception_ends_forward(group: Any) -> None:
     torch.manual_seed(0)
     model, x = Autoencoder().double(), torch.randn(3, WIDTH, dtype=torch.float64)
     sharded = auto.apply(auto.plan(model, (x,), 2), copy.deepcopy(model), group)
@@ -230,10 +232,6 @@ def _raises_and_goes_on(group: Any) -> None:
     with mock.patch.object(F, "gelu", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         sharded(x)
     torch.testing.assert_close(sharded.up(x), model.up(x))
-
-
-def test_an_exception_ends_forward():
-    run(_raises_and_goes_on, 2)
 
 
 class Layers(nn.Module):
@@ -264,7 +262,8 @@ def test_equal_layers_share_what_is_compiled():
     assert max(run(_compiles_layers, 2)) <= 2
 
 
-def _copies(group: Any) -> None:
+@on_ranks(2)
+def test_copies_and_files_of_a_model_convert(group: Any) -> None:
     torch.manual_seed(0)
     model = LanguageModel().double()
     sharded = auto.apply(auto.plan(model, (tokens(),), 2), copy.deepcopy(model), group)
@@ -283,11 +282,8 @@ def _copies(group: Any) -> None:
         assert other(tokens()).abs().sum() == 0 and sharded(tokens()).abs().sum() > 0
 
 
-def test_copies_and_files_of_a_model_convert():
-    run(_copies, 2)
-
-
-def _made_of_its_class(group: Any) -> None:
+@on_ranks(2)
+def test_layers_of_its_class_and_modules_without_hooks_convert_nothing(group: Any) -> None:
     torch.manual_seed(0)
     sharded = auto.apply(auto.plan(LanguageModel(), (tokens(),), 2), LanguageModel(), group)
     down = sharded.blocks[0].mlp["down"]
@@ -300,7 +296,3 @@ def _made_of_its_class(group: Any) -> None:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     sharded(tokens())
-
-
-def test_layers_of_its_class_and_modules_without_hooks_convert_nothing():
-    run(_made_of_its_class, 2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -168,7 +169,9 @@ def _models(group: Any) -> tuple[nn.Module, nn.Module, Tensor]:
     return model, sharded, x
 
 
-def _edited(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", EDITS)
+@on_ranks(2)
+def test_an_edit_after_apply(group: Any, name: str) -> None:
     edit, words = EDITS[name]
     model, sharded, x = _models(group)
     edit(sharded)
@@ -182,12 +185,8 @@ def _edited(group: Any, name: str) -> None:
             sharded(x)
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edit_after_apply(name: str) -> None:
-    run(_edited, 2, name)
-
-
-def _undone(group: Any) -> None:
+@on_ranks(2)
+def test_edits_of_edits_and_of_copies(group: Any) -> None:
     """Changes inside of a wrapper are seen, and a module that is taken out of it works as before."""
     model, sharded, x = _models(group)
     for each in (model, sharded):
@@ -209,10 +208,6 @@ def _undone(group: Any) -> None:
         _swap(each)
         each.blocks[0] = Adapted(each.blocks[0])
     _compare(model, clone, x)
-
-
-def test_edits_of_edits_and_of_copies() -> None:
-    run(_undone, 2)
 
 
 class Modes(nn.Module):

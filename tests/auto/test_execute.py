@@ -15,6 +15,7 @@ import tp_ext
 from tests.auto.test_planner import EXAMPLE, VOCAB, WIDTH, Block, Model
 from tests.auto.traps.run import TRAPS
 from tests.helpers import ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run_raises
 from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
@@ -294,15 +295,12 @@ def test_forwards_of_subclasses_are_kept() -> None:
     assert run(_unusual, 2) == [kinds] * 2
 
 
-def _verified(group: Any) -> None:
+@on_ranks(2)
+def test_verify_passes_a_right_plan(group: Any) -> None:
     model = Model().double()
     plan = auto.plan(model, EXAMPLE, 2)
     auto.apply(plan, model, group, verify=True, example=_inputs())
     assert model.head.weight.grad is None
-
-
-def test_verify_passes_a_right_plan() -> None:
-    run(_verified, 2)
 
 
 def _refused(group: Any, how: str) -> None:
@@ -408,7 +406,8 @@ def test_a_plan_of_one_mode_serves_the_other(planned: bool) -> None:
     run(_evaluates, 2, plan, planned)
 
 
-def _on_meta(group: Any) -> None:
+@on_ranks(2)
+def test_a_model_on_meta_stays_there(group: Any) -> None:
     with torch.device("meta"):
         model = Model()
     sharded = auto.apply(auto.plan(model, EXAMPLE, 2), model, group)
@@ -419,7 +418,3 @@ def _on_meta(group: Any) -> None:
     sharded.head.weight = sharded.table.weight  # to_empty unties, as in torch
     tp_ext.load_full_state_dict(sharded, dense.state_dict(), group=group)
     torch.testing.assert_close(sharded(**_inputs()), dense(**_inputs()))
-
-
-def test_a_model_on_meta_stays_there() -> None:
-    run(_on_meta, 2)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -188,7 +189,9 @@ STATES: dict[str, tuple[Change, str]] = {
 }
 
 
-def _state(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", STATES)
+@on_ranks(2)
+def test_a_change_of_the_model(group: Any, name: str) -> None:
     change, words = STATES[name]
     model, sharded = _models(group, Net, {"x": _x()})
     _compare(model, sharded, lambda m, x: m(x))
@@ -207,12 +210,12 @@ def _state(group: Any, name: str) -> None:
             _refused(lambda: sharded(_x()), words) if "backward" not in name else None
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_a_change_of_the_model(name: str) -> None:
-    run(_state, 2, name)
+def _softmax_of_up(module: nn.Module, args: Any, output: Any) -> Any:
+    return output.softmax(-1) if isinstance(output, Tensor) and output.shape[-1] in (32, 64) else None
 
 
-def _global(group: Any) -> None:
+@on_ranks(2)
+def test_globals_class_attributes_and_hooks_of_all_modules(group: Any) -> None:
     model, sharded = _models(group, Net, {"x": _x()})
     _compare(model, sharded, lambda m, x: m(x))
     for holder, key in ((SWITCH, "on"), (vars(nn.modules.module)["_global_forward_hooks"], 10**9)):
@@ -226,15 +229,8 @@ def _global(group: Any) -> None:
         _refused(lambda: sharded(_x()), "limit is 1")
 
 
-def _softmax_of_up(module: nn.Module, args: Any, output: Any) -> Any:
-    return output.softmax(-1) if isinstance(output, Tensor) and output.shape[-1] in (32, 64) else None
-
-
-def test_globals_class_attributes_and_hooks_of_all_modules() -> None:
-    run(_global, 2)
-
-
-def _unfrozen(group: Any) -> None:
+@on_ranks(2)
+def test_what_was_frozen_when_it_was_planned(group: Any) -> None:
     torch.manual_seed(0)
     model = Net().double()
     model.layer_norm.requires_grad_(False)
@@ -255,10 +251,6 @@ def _unfrozen(group: Any) -> None:
     _refused(lambda: sharded(_x()), "0.bias.requires_grad is True")
 
 
-def test_what_was_frozen_when_it_was_planned() -> None:
-    run(_unfrozen, 2)
-
-
 class Counter(Net):
     """Attributes that forward sets: some before it reads them, one that it counts with."""
 
@@ -272,17 +264,14 @@ class Counter(Net):
         return self.last(x + self.down(_normed(h) if self.calls > 200 else h))
 
 
-def _counts(group: Any) -> None:
+@on_ranks(2)
+def test_attributes_that_forward_sets(group: Any) -> None:
     model, sharded = _models(group, Counter, {"x": _x()})
     for tokens in range(2, 6):
         _compare(model, sharded, lambda m, x: m(x), tokens)
     sharded.calls = 199
     torch.testing.assert_close(sharded(_x()), model(_x()), **close)
     _refused(lambda: sharded(_x()), "calls is 200")
-
-
-def test_attributes_that_forward_sets() -> None:
-    run(_counts, 2)
 
 
 def _compiled(group: Any) -> None:
@@ -302,7 +291,8 @@ def test_a_compiled_model_is_looked_at_for_each_trace() -> None:
         run(_compiled, 2)
 
 
-def _attentions(group: Any) -> None:
+@on_ranks(2)
+def test_attentions_of_transformers_are_not_those_of_a_rank(group: Any) -> None:
     config = transformers.LlamaConfig(
         vocab_size=96,
         hidden_size=64,
@@ -326,10 +316,6 @@ def _attentions(group: Any) -> None:
         torch.testing.assert_close(results[1][name], results[0][name])
 
 
-def test_attentions_of_transformers_are_not_those_of_a_rank() -> None:
-    run(_attentions, 2)
-
-
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "loops": ({"n": 2}, "n"),
     "no loop": ({"n": 0}, RIGHT),
@@ -350,7 +336,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _argument(group: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ARGUMENTS)
+@on_ranks(2)
+def test_arguments_that_the_example_does_not_have(group: Any, name: str) -> None:
     given, words = ARGUMENTS[name]
     model, sharded = _models(group, Called, {"x": _x(), "n": 1, "scale": 1.0, "shift": 0.0})
     _compare(model, sharded, lambda m, x: m(x))
@@ -360,11 +348,6 @@ def _argument(group: Any, name: str) -> None:
         _refused(lambda: sharded(_x(), **given), words)
         _refused(lambda: sharded.forward(_x(), **given), words)
         _refused(lambda: type(sharded).forward(sharded, _x(), **given), words)
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_the_example_does_not_have(name: str) -> None:
-    run(_argument, 2, name)
 
 
 def _lengths(group: Any) -> None:
@@ -410,7 +393,9 @@ class WithTarget(nn.Module):
         return ids
 
 
-def _later(group: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["method", "file", "compiled"])
+@on_ranks(2)
+def test_later_calls_of(group: Any, how: str) -> None:
     """A call that the example lacks, also of a model that was read from a file or compiled in place."""
     torch.manual_seed(0)
     model, ids = WithTarget().double(), torch.arange(15).view(3, 5)
@@ -425,8 +410,3 @@ def _later(group: Any, how: str) -> None:
         sharded.compile(backend="eager")
     torch.testing.assert_close(torch.as_tensor(sharded(ids[:2])), model(ids[:2]), rtol=1e-12, atol=1e-12)
     assert torch.equal(sharded.generate(ids, 3), model.generate(ids, 3))
-
-
-@pytest.mark.parametrize("how", ["method", "file", "compiled"])
-def test_later_calls_of(how: str) -> None:
-    run(_later, 2, how)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tp_ext
-from tests.helpers.simulated import run
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import auto
 
 
@@ -52,7 +52,9 @@ class _Model(nn.Module):
         return self.written(self.head(self.norm(self.table(ids))))
 
 
-def _writes(group, written):
+@pytest.mark.parametrize("written", [_scaled, _operator, _added_to_itself, _capped, _loss, _loss_of_no_row])
+@on_ranks(2)
+def test_what_code_writes_into_sharded_logits_is_written_into_all_of_them(group, written):
     dense, ids = _Model(written).double(), torch.arange(15).view(3, 5) % 12
     plan = auto.plan(dense, (ids,), 2)
     assert plan.heads == ["head"]
@@ -66,8 +68,3 @@ def _writes(group, written):
         whole = parameter.grad
         shard = layouts[name].shard(whole) if layouts.get(name) else whole
         torch.testing.assert_close(own[name].grad, shard, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("written", [_scaled, _operator, _added_to_itself, _capped, _loss, _loss_of_no_row])
-def test_what_code_writes_into_sharded_logits_is_written_into_all_of_them(written):
-    run(_writes, 2, written)

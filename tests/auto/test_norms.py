@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tp_ext
-from tests.helpers.simulated import run
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import auto
 from tp_ext.auto.modules.leaves import fused_norm
 
@@ -66,23 +66,17 @@ class Wrapped(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-def _applied(group: Any) -> None:
+@on_ranks(2)
+def test_apply_replaces_them(group: Any) -> None:
     torch.manual_seed(0)
     model, x = Wrapped(), torch.randn(3, 5, 16)
     auto.apply(auto.plan(model, (x,), 2), model, group, verify=True, example=(x,))
     assert isinstance(model.norm, tp_ext.RMSNorm) and list(model.norm.state_dict()) == ["weight"]
 
 
-def test_apply_replaces_them() -> None:
-    run(_applied, 2)
-
-
-def _verified(group):
+@on_ranks(2)
+def test_verify_of_a_norm_at_the_end(group):
+    """The mean of the squares of a norm's result is the same whatever comes in: its gradients are rounding."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8)), torch.randn(4, 8)
     auto.apply(auto.plan(model, (x,), 2), model, group, verify=True, example=(x,))
-
-
-def test_verify_of_a_norm_at_the_end():
-    """The mean of the squares of a norm's result is the same whatever comes in: its gradients are rounding."""
-    run(_verified, 2)

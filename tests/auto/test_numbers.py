@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_gradients, same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -173,7 +174,10 @@ FLOATS: dict[str, tuple[Callable[..., Tensor], Tensor, list[Tensor], list[Tensor
 }
 
 
-def _reads_floats(group: Any, row: str) -> None:
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("row", FLOATS)
+@on_ranks()
+def test_a_number_of_a_floating_point_argument(group: Any, row: str) -> None:
     _, value, others, refused = FLOATS[row]
     torch.manual_seed(0)
     model = OfArgument(row).double()
@@ -192,9 +196,3 @@ def _reads_floats(group: Any, row: str) -> None:
     for t in refused:
         with pytest.raises(RuntimeError, match="no call with these numbers of t: plan with one"):
             sharded(rows[0], t)
-
-
-@pytest.mark.parametrize("p", [2, 3])
-@pytest.mark.parametrize("row", FLOATS)
-def test_a_number_of_a_floating_point_argument(row: str, p: int):
-    run(_reads_floats, p, row)

@@ -16,6 +16,7 @@ from tests.auto.architectures import build
 from tests.auto.compare import EXACT, compare_model, loss_or_squares, only_doubles
 from tests.auto.test_execute import close
 from tests.auto.test_planner import EXAMPLE, Model
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run_raises
 from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
@@ -192,7 +193,8 @@ def test_it_trains_as_unsharded(name: str, p: int) -> None:
             assert error <= EXACT and status.startswith("works"), status
 
 
-def _lengths(group: Any) -> None:
+@on_ranks(4)
+def test_lengths_are_those_of_the_run(group: Any) -> None:
     dense = Gpt().double().eval()
     sharded = _sharded(group, dense)
     for tokens in (6, 9, 3, 2, 1):  # 4 ranks: fewer than 4 tokens stay whole
@@ -208,10 +210,6 @@ def _lengths(group: Any) -> None:
     with torch.no_grad(), tp_ext.debug.count_collectives() as counts:  # as it generates
         torch.testing.assert_close(sharded(_inputs(7)["ids"]), dense(_inputs(7)["ids"]), **close)
     assert "reduce_scatter" not in counts.by_kind()
-
-
-def test_lengths_are_those_of_the_run() -> None:
-    run(_lengths, 4)
 
 
 def _dropped(group: Any, sequence_parallel: bool) -> Any:
@@ -281,7 +279,9 @@ def test_fewer_bytes_are_saved_for_backward() -> None:
     assert with_ < 0.85 * without, (without, with_)
 
 
-def _survives(group: Any, how: str) -> None:
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "compile", "checkpoint", "reentrant checkpoint"])
+@on_ranks(2)
+def test_copies_and_wrappers(group: Any, how: str) -> None:
     dense = Gpt().double().eval()
     sharded = _sharded(group, dense)
     if how == "deepcopy":
@@ -302,11 +302,6 @@ def _survives(group: Any, how: str) -> None:
     same_gradients(dense, sharded, **close)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "compile", "checkpoint", "reentrant checkpoint"])
-def test_copies_and_wrappers(how: str) -> None:
-    run(_survives, 2, how)
-
-
 def _recomputes_compiled(group: Any) -> None:
     sharded = _sharded(group, Gpt().eval())
     sharded.recompute = False
@@ -320,7 +315,8 @@ def test_recomputation_of_compiled_blocks_is_refused() -> None:
     run_raises(_recomputes_compiled, 2, RuntimeError, words, in_turns=False)
 
 
-def _parts(group: Any) -> None:
+@on_ranks(2)
+def test_parts_of_a_model_have_all_tokens(group: Any) -> None:
     dense = Gpt().double().eval()
     sharded = _sharded(group, dense)
     x = torch.randn(3, 5, WIDTH, dtype=torch.float64)
@@ -329,19 +325,12 @@ def _parts(group: Any) -> None:
         sharded(**_inputs()).backward()
 
 
-def test_parts_of_a_model_have_all_tokens() -> None:
-    run(_parts, 2)
-
-
-def _verified(group: Any) -> None:
+@on_ranks(2)
+def test_verify_and_hints(group: Any) -> None:
     dense = Gpt().double()
     plan = auto.plan(dense, _inputs(), 2, sequence_parallel=True, hints={"layers.0.mlp": "whole"})
     assert "layers.0.mlp.down" not in {edit.module for edit in plan.tokens if edit.types == (P, S)}
     auto.apply(plan, dense.eval(), group, verify=True, example=_inputs())
-
-
-def test_verify_and_hints() -> None:
-    run(_verified, 2)
 
 
 class Adapted(nn.Module):

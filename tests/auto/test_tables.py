@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.auto.torch_modules import Called, Model, same
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.simulated import run
 from tp_ext import auto
 
@@ -86,11 +87,8 @@ def test_sparse_gradients_are_those_of_a_whole_table(made: Any) -> None:
 
 
 @pytest.mark.parametrize("made", [_table, _bags])
-def test_a_table_of_shards_can_be_copied(made: Any) -> None:
-    run(_copied, 2, made)
-
-
-def _copied(group: Any, made: Any) -> None:
+@on_ranks(2)
+def test_a_table_of_shards_can_be_copied(group: Any, made: Any) -> None:
     model, example = made()
     auto.apply(auto.plan(model, example, 2), model, group)
     torch.testing.assert_close(copy.deepcopy(model)(*example), model(*example))

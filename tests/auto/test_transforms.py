@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from tests.helpers.ranks import run
+from tests.helpers.on_ranks import on_ranks
 from tp_ext import auto
 from tp_ext.debug import simulate
 
@@ -83,7 +83,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
 }
 
 
-def _transforms(group: Any, name: str, planned_rows: bool) -> None:
+@pytest.mark.parametrize("planned_rows", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2, backend="gloo")
+def test_transforms_are_right_or_refused(group: Any, name: str, planned_rows: bool) -> None:
     torch.manual_seed(0)
     make, shape, right = MODELS[name]
     dense, x = make().double(), torch.randn(shape, dtype=torch.float64)
@@ -98,12 +101,6 @@ def _transforms(group: Any, name: str, planned_rows: bool) -> None:
         for key in right:
             torch.testing.assert_close(RIGHT[key](sharded, x), RIGHT[key](dense, x), **close)
         torch.testing.assert_close(sharded(x[0]), dense(x[0]), **close)
-
-
-@pytest.mark.parametrize("planned_rows", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-def test_transforms_are_right_or_refused(name: str, planned_rows: bool) -> None:
-    run(_transforms, 2, name, planned_rows)
 
 
 # ---------------------------------------------------------------- code that asks where a tensor comes from

@@ -13,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from tests.auto.compare import EXACT, compare_model
 from tests.auto.users_files import caches, llama2c, mingpt, nanogpt, widths
-from tests.helpers import ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -102,7 +101,8 @@ def test_planning_leaves_nothing_in_the_model() -> None:
         assert all(not hook for m in model.modules() for hook in (m._forward_hooks, m._forward_pre_hooks))
 
 
-def _copies(group: Any) -> None:
+@on_ranks(2, backend="gloo")  # simulated ranks would share the state of dynamo
+def test_forwards_called_by_name_survive_copies_and_compilation(group: Any) -> None:
     model = llama2c.Transformer().double().eval()
     plan = auto.plan(model, _tokens(), 2)
     assert sorted(plan.direct) == [f"layers.{i}.{name}" for i in range(2) for name in ("attention", "feed_forward")]
@@ -123,11 +123,8 @@ def _copies(group: Any) -> None:
     torch.testing.assert_close(layer(hidden, *rotary), model.layers[0](hidden, *rotary))
 
 
-def test_forwards_called_by_name_survive_copies_and_compilation() -> None:
-    ranks.run(_copies, 2)  # processes: simulated ranks would share the state of dynamo
-
-
-def _generates(group: Any) -> None:
+@on_ranks(2)
+def test_changed_sizes_hold_in_copies_and_for_other_lengths(group: Any) -> None:
     torch.manual_seed(0)
     model = nanogpt.GPT().double().eval()
     dense = copy.deepcopy(model)
@@ -140,10 +137,6 @@ def _generates(group: Any) -> None:
     start = _ids()["idx"][:2, :3]
     for one in (model, copy.deepcopy(model), torch.load(pickled, weights_only=False)):
         assert torch.equal(one.generate(start, 7), dense.generate(start, 7))  # other batches and lengths
-
-
-def test_changed_sizes_hold_in_copies_and_for_other_lengths() -> None:
-    run(_generates, 2)
 
 
 @on_ranks(2, backend="gloo")  # it changes a class

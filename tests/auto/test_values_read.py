@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 from tp_ext import auto
@@ -254,7 +255,9 @@ OTHERS: dict[str, tuple[Forward, int, int, str]] = {
 }
 
 
-def _refused_call(group: Any, member: str) -> None:
+@pytest.mark.parametrize("member", OTHERS)
+@on_ranks(2)
+def test_numbers_with_which_the_shards_do_not_serve_are_refused(group: Any, member: str) -> None:
     forward, count, other, text = OTHERS[member]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MEMBERS, member, (forward, LENGTHS, []))
@@ -265,11 +268,6 @@ def _refused_call(group: Any, member: str) -> None:
         torch.testing.assert_close(sharded(_x(1), torch.tensor([count])), model(_x(1), torch.tensor([count])))
         with pytest.raises(RuntimeError, match=text):
             sharded(_x(1), torch.tensor([other]))
-
-
-@pytest.mark.parametrize("member", OTHERS)
-def test_numbers_with_which_the_shards_do_not_serve_are_refused(member: str):
-    run(_refused_call, 2, member)
 
 
 def _costs(group: Any, member: str, given: list[Tensor], wanted: list[tuple[int, int]]) -> None:
@@ -318,7 +316,8 @@ def test_what_a_call_costs(member: str, given: list[Tensor], wanted: list[tuple[
     run(_costs, 2, member, given, wanted)
 
 
-def _bounded(group: Any) -> None:
+@on_ranks(2)
+def test_other_numbers_are_proven_a_bounded_number_of_times(group: Any) -> None:
     model = Reads("any").double()
     plan = auto.plan(model, (_x(0), MASK), 2)
     sharded = auto.apply(plan, model, group)
@@ -329,10 +328,6 @@ def _bounded(group: Any) -> None:
         RuntimeError, match=r"values: forward reads numbers from these .*test_values_read.py:\d+, and those"
     ):
         sharded(_x(0), NONE)
-
-
-def test_other_numbers_are_proven_a_bounded_number_of_times():
-    run(_bounded, 2)
 
 
 def _saved(group: Any, file: Path) -> None:
@@ -354,7 +349,8 @@ def test_a_saved_plan_has_the_values_that_are_read(tmp_path: Path):
     run(_saved, 2, file)
 
 
-def _new_in_inference_mode(group: Any) -> None:
+@on_ranks(2)
+def test_a_call_that_is_new_in_inference_mode(group: Any) -> None:
     torch.manual_seed(0)
     model = Reads("any").double()
     plan = auto.plan(model, (_x(0), MASK), 2)
@@ -362,10 +358,6 @@ def _new_in_inference_mode(group: Any) -> None:
     with torch.inference_mode():
         for values in (MASK, NONE, OTHER_MASK, NONE):
             torch.testing.assert_close(sharded(_x(1), values.clone()), model(_x(1), values), rtol=1e-12, atol=1e-12)
-
-
-def test_a_call_that_is_new_in_inference_mode():
-    run(_new_in_inference_mode, 2)
 
 
 class TwoMasks(Reads):

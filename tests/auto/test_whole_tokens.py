@@ -14,6 +14,7 @@ from torch import Tensor
 import tp_ext
 from tests.auto.test_execute import close
 from tests.auto.test_sequence_parallel import Gpt, _inputs, _sharded
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_values
 from tests.helpers.simulated import run
 
@@ -76,7 +77,10 @@ def _compare(dense: Any, sharded: Any, given: dict[str, Any], recompute: Any = N
     return counts.by_kind()
 
 
-def _called(group: Any, gradients: bool) -> None:
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("p", [2, 3])
+@on_ranks()
+def test_calls_that_the_example_does_not_show(group: Any, gradients: bool) -> None:
     torch.manual_seed(0)
     dense = Options().double().eval()
     sharded = _sharded(group, dense)
@@ -88,13 +92,8 @@ def _called(group: Any, gradients: bool) -> None:
         assert "reduce_scatter" in _compare(dense, sharded, _inputs(5))
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("p", [2, 3])
-def test_calls_that_the_example_does_not_show(p: int, gradients: bool) -> None:
-    run(_called, p, gradients)
-
-
-def _after_few(group: Any) -> None:
+@on_ranks(3)
+def test_few_tokens_prove_nothing_for_many(group: Any) -> None:
     """A proof with few tokens, which stay whole, does not serve a call with many, which are split."""
     torch.manual_seed(0)
     dense = Options().double().eval()
@@ -103,21 +102,14 @@ def _after_few(group: Any) -> None:
         _compare(dense, sharded, _mask(tokens, "ids")())
 
 
-def test_few_tokens_prove_nothing_for_many() -> None:
-    run(_after_few, 3)
-
-
-def _recomputed(group: Any, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_recomputation_of_a_call_with_all_tokens(group: Any, reentrant: bool) -> None:
     torch.manual_seed(0)
     dense = Options().double().eval()
     sharded = _sharded(group, dense)
     for given in (_mask(5)(), _inputs(5), _few(5, hidden=True)(), _inputs(7)):
         _compare(dense, sharded, given, reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_of_a_call_with_all_tokens(reentrant: bool) -> None:
-    run(_recomputed, 2, reentrant)
 
 
 def _dropped(group: Any) -> list[Tensor]:
@@ -142,7 +134,8 @@ def test_masks_of_dropout_are_those_of_one_process() -> None:
         torch.testing.assert_close(with_gradients, without, **close)
 
 
-def _by_shapes(group: Any) -> None:
+@on_ranks(2)
+def test_a_plan_that_was_proven_by_shapes(group: Any) -> None:
     """Without a proof by values the boundaries must be those of the plan, on whole tokens."""
     torch.manual_seed(0)
     dense = Options().double().eval()
@@ -153,11 +146,8 @@ def _by_shapes(group: Any) -> None:
     _compare(dense, sharded, _mask(5)())
 
 
-def test_a_plan_that_was_proven_by_shapes() -> None:
-    run(_by_shapes, 2)
-
-
-def _file(group: Any) -> None:
+@on_ranks(2)
+def test_copies_know_which_calls_have_all_tokens(group: Any) -> None:
     torch.manual_seed(0)
     dense = Options().double().eval()
     sharded = _sharded(group, dense)
@@ -168,7 +158,3 @@ def _file(group: Any) -> None:
     for model in (copy.deepcopy(sharded), torch.load(file, weights_only=False)):
         _compare(dense, model, _mask(5)())
         _compare(dense, model, _inputs(5))
-
-
-def test_copies_know_which_calls_have_all_tokens() -> None:
-    run(_file, 2)

@@ -261,7 +261,9 @@ def test_fused_paths_of_torch_are_not_taken(convert):
         torch.testing.assert_close(layer.eval()(x), layer.train()(x))
 
 
-def cached(group, scaling):
+@pytest.mark.parametrize("scaling", SCALINGS)
+@on_ranks(2)
+def test_latent_attention_with_a_cache(group, scaling):
     attention = tp_ext.ParallelLatentAttention(
         16, 4, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, group=group
     )
@@ -270,11 +272,6 @@ def cached(group, scaling):
     with torch.no_grad():
         expected = attention(x)
         torch.testing.assert_close(attention(x, cache=attention.new_cache(2, 8)), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_latent_attention_with_a_cache(scaling):
-    simulated.run(cached, 2, scaling)
 
 
 def double_of_a_constructor(group):
