@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.testing import assert_close
 
@@ -119,6 +120,35 @@ def test_what_is_saved_is_loaded(call, p, tmp_path):
     expected = simulate(lambda rank, group: tp_ext.full_state_dict(_trained(group, 0)[0]), 1)[0]
     for state in simulate(save_and_load, p):
         assert_close(state, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr": torch.tensor(0.5)}, {"levels": [1, {"a": 2}]}, {"pairs": ((1, 2), 3)}, {"more.dots": None}],
+    ids=lambda options: "".join(options) or "none",
+)
+def test_a_save_has_the_entries_of_torch(options, tmp_path):
+    """Of two groups of parameters: options of one value, and those that have an entry for each of their elements."""
+    model, _ = _trained(None, 0)
+    params = list(model.parameters())
+    groups = [{"params": params[:2], "mark": 7.5, **options}, {"params": params[2:], "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    tp_ext.save_checkpoint(tmp_path / "ours", model, optimizer)
+    dcp.save(tp_ext.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "torch", no_dist=True)
+    ours, of_torch = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "torch"))
+    assert ours.state_dict_metadata.keys() == of_torch.state_dict_metadata.keys() == ours.planner_data.keys()
+    assert ours.planner_data == of_torch.planner_data
+    assert set(ours.storage_data) == set(of_torch.storage_data)
+    converted = [torch.load(_converted(tmp_path / name), weights_only=True) for name in ("ours", "torch")]
+    assert_close(converted[0], converted[1], rtol=0, atol=0)
+
+
+def _converted(directory):
+    file = directory.with_suffix(".pt")
+    dcp_to_torch_save(directory, file)
+    return file
 
 
 def test_the_thread_of_torch_is_refused(tmp_path):

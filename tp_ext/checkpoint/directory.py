@@ -107,7 +107,7 @@ def save_checkpoint(
     def prepare() -> RankPlan:
         wait_for_last_save()
         axes = mesh_axes(group, mesh)
-        state, names = sharded_state(census(module, axes), optimizer)
+        state, names = sharded_state(census(module, axes), optimizer, for_plan=True)
         # Now, not in the thread: its values may change afterwards
         extra_bytes = _dump(extra) if first else b""
         plan, contents = plan_of_rank(state, names if mesh is not None else [], axes.pp.rank)
@@ -257,7 +257,7 @@ def _write_entries(path: Path, contents: Payload, sync: bool) -> "array[int]":
     with open(path, "xb", buffering=1 << 20) as file:
         writer, started = EntryWriter(file), 0
         for index, entry in enumerate(contents):
-            written.extend(writer.write(entry))
+            written.extend(writer.write_values(entry) if isinstance(entry, tuple) else writer.write(entry))
             # The copies of an asynchronous save need not all stay in memory until the end
             contents[index] = b""
             # The disk writes while the next entries are copied, and has less to do when the fsync comes

@@ -8,6 +8,8 @@ import pickle
 import uuid
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,10 +31,26 @@ from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.files.entry_files import SavedValues
 from tp_ext.checkpoint.files.metadata import overlapping
 from tp_ext.checkpoint.pipeline import check_unique
-from tp_ext.chunks import chunks_of
+from tp_ext.chunks import LocalChunk, chunks_of
 from tp_ext.model.fqn import StateDict
 
 KeyPath = tuple[str | int, ...]
+
+
+class HeldChunks(NamedTuple):
+    """The chunks of a full tensor on this rank: :class:`ChunkedTensor` without a tensor, which takes 8 us."""
+
+    shape: Sequence[int]
+    local_chunks: list[LocalChunk]
+
+
+class Options(dict[str, Any]):
+    """The options of a parameter group in a state dict, as one entry of each of its parameters."""
+
+    @cached_property
+    def are_plain(self) -> bool:
+        """Whether none is a tensor, or a nested value, which has an entry for each of its elements."""
+        return not any(isinstance(option, Tensor) or _is_nested(option) for option in self.values())
 
 
 class PlannedChunk(NamedTuple):
@@ -45,76 +63,97 @@ class PlannedChunk(NamedTuple):
     dtype: torch.dtype
 
 
+class PlannedValues(NamedTuple):
+    """Entries that are no tensors, of the keys ``prefix`` + each of ``names``, such as the options of a parameter."""
+
+    prefix: str
+    names: tuple[str, ...]
+
+
 class RankPlan(NamedTuple):
     """The entries that one rank can write.
 
     Attributes:
-        entries: in order, a chunk, or the key of an entry that is no tensor.
-        paths: the path in the nested state dict of each key.
+        entries: in order, a chunk, or the key of an entry that is no tensor, or several such entries.
+        paths: the path in the nested state dict of each key that has another than (section, all after the first dot).
         names: the names of its model's entries, without declared copies, if those of stages must be different.
         stage: its rank in the pipeline.
     """
 
-    entries: list[PlannedChunk | str]
+    entries: list[PlannedChunk | PlannedValues | str]
     paths: dict[str, KeyPath]
     names: list[str]
     stage: int
 
 
-Payload = list[Tensor | bytes]
-"""The contents of entries: of a chunk its live tensor, of another entry its bytes."""
+Payload = list[Tensor | bytes | tuple[bytes, ...]]
+"""The contents of entries: of a chunk its live tensor, of another entry its bytes, of several the bytes of each."""
 
 
 def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPlan, Payload]:
     """Returns the plan of this rank for a state dict, and the contents of its entries."""
     flat, paths = _flattened(state)
-    entries: list[PlannedChunk | str] = []
+    entries: list[PlannedChunk | PlannedValues | str] = []
     payload: Payload = []
     values = SavedValues()
+    known: dict[int, tuple[tuple[str, ...], tuple[bytes, ...]]] = {}  # by the id of the options
     for key, value in flat.items():
-        if not isinstance(value, Tensor):
+        if type(value) is Options:
+            if id(value) not in known:
+                known[id(value)] = tuple(value), tuple(values.of(option) for option in value.values())
+            options, contents = known[id(value)]
+            entries.append(PlannedValues(key, options))
+            payload.append(contents)
+        elif isinstance(value, _TENSORS):
+            shape = tuple(value.shape)
+            for offsets, tensor, owned in _chunks(value):
+                if owned:
+                    entries.append(PlannedChunk(key, offsets, tuple(tensor.shape), shape, tensor.dtype))
+                    payload.append(tensor)
+        else:
             entries.append(key)
             payload.append(values.of(value))
-            continue
-        shape = tuple(value.shape)
-        for offsets, tensor in _chunks(value):
-            entries.append(PlannedChunk(key, tuple(offsets), tuple(tensor.shape), shape, tensor.dtype))
-            payload.append(tensor)
     return RankPlan(entries, paths, names, stage), payload
 
 
-_LEAVES = Tensor, float, int, type(None), str  # found faster than that a value is no Mapping
+_CHUNKED = HeldChunks, ChunkedTensor
+_TENSORS = HeldChunks, Tensor
+_LEAVES = *_TENSORS, Options, float, int, type(None), str  # found faster than that a value is no Mapping
 
 
 def _flattened(state: StateDict) -> tuple[StateDict, dict[str, KeyPath]]:
-    """Returns torch's ``flatten_state_dict``, which looks for tensors in each entry."""
+    """Returns torch's ``flatten_state_dict``, which looks for tensors in each entry, without paths of two parts."""
     flat: StateDict = {}
     paths: dict[str, KeyPath] = {}
     for section, entries in state.items():
         for name, value in entries.items():
-            # Nested values are rare, and get the keys of torch; tuples of numbers, such as betas, are no nested ones
-            if not isinstance(value, _LEAVES) and isinstance(value, list | tuple | Mapping) and not _is_flat(value):
+            # Nested values are rare, and get the keys of torch
+            if not isinstance(value, _LEAVES) and _is_nested(value):
                 more, more_paths = flatten_state_dict({section: {name: value}})
                 flat |= more
                 paths |= more_paths
             else:
-                key = f"{section}.{name}"
-                flat[key], paths[key] = value, (section, name)
+                flat[f"{section}.{name}"] = value
     return flat, paths
+
+
+def _is_nested(value: Any) -> bool:
+    """Returns whether torch flattens it; tuples of numbers, such as betas, are no nested ones."""
+    return isinstance(value, list | tuple | Mapping) and not _is_flat(value)
 
 
 def _is_flat(value: Any) -> bool:
     return type(value) is tuple and all(type(element) in (float, int) for element in value)
 
 
-def _chunks(value: Tensor) -> Iterable[tuple[Sequence[int], Tensor]]:
-    if isinstance(value, ChunkedTensor):
-        return [(offsets, tensor) for offsets, tensor, owned in value.local_chunks if owned]
+def _chunks(value: HeldChunks | Tensor) -> Iterable[tuple[tuple[int, ...], Tensor, bool]]:
+    if isinstance(value, _CHUNKED):
+        return value.local_chunks
     # chunks_of yields no chunk of a tensor without elements, which must be in the metadata all the same, and takes its
     # time for single numbers, such as the step of each parameter
     if not value.numel() or (type(value) is Tensor and not value.dim()):
-        return [((0,) * value.dim(), value)]
-    return [(chunk.offsets, chunk.tensor) for chunk in chunks_of(value, {}) if chunk.owned]
+        return [((0,) * value.dim(), value, True)]
+    return chunks_of(value, {})
 
 
 class GlobalPlan:
@@ -149,7 +188,7 @@ class GlobalPlan:
                 chunk_id = _id(entry)
                 if ranks := shared.pop(chunk_id, None):  # this is the first of them
                     owner[chunk_id] = chosen = min(ranks, key=load.__getitem__)
-                    load[chosen] += 1 if isinstance(entry, str) else entry.dtype.itemsize * prod(entry.sizes)
+                    load[chosen] += entry.dtype.itemsize * prod(entry.sizes) if isinstance(entry, PlannedChunk) else 1
                 # Not of shared entries but to the chosen rank, which comes at or after this one
                 if owner[chunk_id] == rank:
                     self.assigned[rank].append(index)
@@ -158,15 +197,17 @@ class GlobalPlan:
             if isinstance(saved, TensorStorageMetadata):
                 _check_whole(key, saved)
 
-    def _add(self, entry: PlannedChunk | str) -> None:
-        key = entry if isinstance(entry, str) else entry.key
-        saved = self._entries.get(key)
-        # An entry that is no tensor is added once: if its key is known, another rank has a tensor there
-        if isinstance(entry, str) or isinstance(saved, BytesStorageMetadata):
-            if saved is not None:
-                raise ValueError(f"module: {key!r} is a tensor on one rank, and must be one on all")
-            self._entries[key] = _BYTES
+    def _add(self, entry: PlannedChunk | PlannedValues | str) -> None:
+        if not isinstance(entry, PlannedChunk):
+            for key in _keys(entry):
+                # Ranks may have different options of one parameter, and some of them in common
+                if not isinstance(self._entries.setdefault(key, _BYTES), BytesStorageMetadata):
+                    raise ValueError(f"module: {key!r} is a tensor on one rank, and must be one on all")
             return
+        key = entry.key
+        saved = self._entries.get(key)
+        if isinstance(saved, BytesStorageMetadata):
+            raise ValueError(f"module: {key!r} is a tensor on one rank, and must be one on all")
         if saved is None:
             if entry.dtype not in self._properties:
                 self._properties[entry.dtype] = TensorProperties(dtype=entry.dtype)
@@ -193,16 +234,14 @@ class GlobalPlan:
         return content
 
     def _metadata(self, written: Sequence["array[int]"], files: Sequence[str], save_id: str) -> Metadata:
-        paths: dict[str, KeyPath] = {}
+        paths: dict[str, KeyPath] = {key: tuple(key.split(".", 1)) for key in self._entries}
         # The first rank's paths win
         for plan in reversed(self._plans):
             paths.update(plan.paths)
         stored: dict[MetadataIndex, _StorageInfo] = {}
         for plan, indices, places, file in zip(self._plans, self.assigned, written, files, strict=True):
             infos = {place: _StorageInfo(file, *place) for place in pairs(places)}  # equal values have one place
-            for index, place in zip(indices, pairs(places), strict=True):
-                entry = plan.entries[index]
-                at = MetadataIndex(entry) if isinstance(entry, str) else MetadataIndex(entry.key, entry.offsets)
+            for at, place in zip(chain(*(_indices(plan.entries[i]) for i in indices)), pairs(places), strict=True):
                 stored[at] = infos[place]
         meta = StorageMeta(save_id=save_id)
         return Metadata(self._entries, paths, stored, meta, version=CURRENT_DCP_VERSION)
@@ -214,11 +253,23 @@ def pairs(places: "array[int]") -> Iterable[tuple[int, int]]:
 
 
 _BYTES = BytesStorageMetadata()
-_Id = str | tuple[str, tuple[int, ...]]
+_Id = str | PlannedValues | tuple[str, tuple[int, ...]]
 
 
-def _id(entry: PlannedChunk | str) -> _Id:
-    return entry if isinstance(entry, str) else (entry.key, entry.offsets)
+def _id(entry: PlannedChunk | PlannedValues | str) -> _Id:
+    return (entry.key, entry.offsets) if isinstance(entry, PlannedChunk) else entry
+
+
+def _keys(entry: PlannedValues | str) -> Iterable[str]:
+    return (entry,) if isinstance(entry, str) else (entry.prefix + name for name in entry.names)
+
+
+def _indices(entry: PlannedChunk | PlannedValues | str) -> Iterable[MetadataIndex]:
+    return (
+        (MetadataIndex(entry.key, entry.offsets),)
+        if isinstance(entry, PlannedChunk)
+        else map(MetadataIndex, _keys(entry))
+    )
 
 
 def _check_names(plans: Sequence[RankPlan]) -> None:

@@ -80,6 +80,7 @@ class EntryWriter:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.end = file, file.tell()
         self._values: dict[bytes, Written] = {}
+        self._tuples: dict[tuple[bytes, ...], list[int]] = {}
         self._templates: dict[tuple[torch.dtype, torch.Size], _Template | bytes | None] = {}
 
     def write(self, entry: Tensor | bytes) -> Written:
@@ -102,6 +103,12 @@ class EntryWriter:
         else:
             self._write_small(tensor)
         return Written(begin, self.end - begin)
+
+    def write_values(self, contents: tuple[bytes, ...]) -> list[int]:
+        """Writes the bytes of several values, equal ones only once; returns the offset and the length of each."""
+        if (places := self._tuples.get(contents)) is None:
+            places = self._tuples[contents] = [number for content in contents for number in self.write(content)]
+        return places
 
     def _write_small(self, tensor: Tensor) -> None:
         key = tensor.dtype, tensor.shape
