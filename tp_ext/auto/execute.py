@@ -67,16 +67,29 @@ def apply_quietly(
     if plan.p != parallel.size:
         raise ValueError(f"plan: is for p = {plan.p} and must be for the {parallel.size} ranks of the group")
     _compare_over_group(plan, model, group, problem)
-    # A copy of the full weights, which the model does not have after it is sharded
-    reference = reference_of(plan, model) if verify else None
+    reference = reference_of(plan, model) if verify else None  # a copy of the full weights
+    _carry_out(plan, model, parallel)
+    if reference is not None:
+        compare_with(model, reference, example, group)
+    return model
+
+
+def apply_in_proof(plan: Plan, model: nn.Module, group: Group) -> nn.Module:
+    """Shards a model on the ranks of a proof, which have one plan and copies of one model: nothing is compared."""
+    if misfit := _misfit(plan, model):
+        raise ValueError(f"model: {misfit}")
+    _carry_out(plan, model, parallel_group(group))
+    return model
+
+
+def _carry_out(plan: Plan, model: nn.Module, parallel: ParallelGroup) -> None:
     before = before_edits(model)
     if parallel.size > 1 or plan.invariant_blocks is not None:
         structure = None
         if plan.shardings and plan.example is not None:
             keep_names(model)
             structure = structure_of(model)
-        # Tokens of these layers have sizes of their own
-        shares = None if plan.shares is None else Shares(plan.shares, tokens=False)
+        shares = None if plan.shares is None else Shares(plan.shares, tokens=False)  # tokens have sizes of their own
         with using_blocks(plan.invariant_blocks), using_shares(shares):
             _Applied(plan, model, parallel).apply(structure is not None)
         if structure is not None:
@@ -88,9 +101,6 @@ def apply_quietly(
         _Applied(plan, model, parallel).apply_alone()
     model.tp_ext_plan = plan  # type: ignore[assignment]
     keep_edits(model, before)
-    if reference is not None:
-        compare_with(model, reference, example, group)
-    return model
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
@@ -121,9 +131,8 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group, problem: str
     misfit = problem or _misfit(plan, model) or _prove(plan, model, group)
     failed = misfit if problem or not misfit else f"model: {misfit}"
     description = plan.fingerprint, hashlib.sha256(repr((kinds, dtypes)).encode()).hexdigest(), failed
-    descriptions = (
-        all_gather_objects(description, process_group(group)) if parallel_group(group).size > 1 else [description]
-    )
+    several = parallel_group(group).size > 1
+    descriptions = all_gather_objects(description, process_group(group)) if several else [description]
     for _, _, failed in descriptions:
         if failed:
             raise ValueError(failed)
@@ -133,7 +142,7 @@ def _compare_over_group(plan: Plan, model: nn.Module, group: Group, problem: str
                 raise ValueError(
                     f"{name}: that of rank {rank} differs from that of rank 0; all ranks must have the same"
                 )
-    if parallel_group(group).size > 1:
+    if several:
         _compare_weights(model, group)
 
 

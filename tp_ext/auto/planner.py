@@ -21,7 +21,7 @@ from tp_ext.auto.argument_checks import (
     shares_of_plan,
 )
 from tp_ext.auto.check_applied import WHOLE_BY_HINT
-from tp_ext.auto.execute import apply_quietly
+from tp_ext.auto.execute import apply_in_proof
 from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.record import progress
@@ -218,7 +218,7 @@ def _check_same(only: Mapping[str, int], plan: Plan) -> None:
 def _proven(planner: Planner, plan: Plan, rules: Mapping[str, Rule], budget: float) -> Plan:
     """The plan whose values are proven: what differs is left whole, and all is decided again."""
     try:
-        prover = prover_of(planner, plan, rules, budget, apply_quietly)
+        prover = prover_of(planner, plan, rules, budget, apply_in_proof)
         while True:
             # The reduced model must shard tokens exactly if the plan does, or another plan would be proven
             planner.proves_tokens = bool(plan.tokens)

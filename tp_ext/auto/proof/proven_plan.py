@@ -66,7 +66,7 @@ class Prover:
         plan: to be proven.
         planner_of: makes planners of parts of the model.
         budget: bytes of parameters with which the model may be run.
-        apply: carries a plan out (:func:`tp_ext.auto.execute.apply_quietly`).
+        apply: carries a plan out (:func:`tp_ext.auto.execute.apply_in_proof`).
         gradients: whether the model may run with gradients.
         read: the numbers that its code reads from the example.
         carried: another plan of the same shards, whose boundaries are to be proven.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import operator
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
@@ -246,9 +247,8 @@ def _same(holder: Any, contents: Any) -> bool:
     if len(holder) != len(contents):
         return False
     # By identity: tensors have no truth value of ==, and a fake that equals the tensor must go, too
-    if isinstance(holder, dict):
-        return all(a is b and x is y for (a, x), (b, y) in zip(holder.items(), contents.items(), strict=True))
-    return all(a is b for a, b in zip(holder, contents, strict=True))
+    same = all(map(operator.is_, holder, contents))
+    return same and (not isinstance(holder, dict) or all(map(operator.is_, holder.values(), contents.values())))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -15,12 +15,16 @@ from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.rules import OperatorCall
 from tp_ext.mesh_program.partition_spec import P
 
+PLAIN = frozenset({type(None), bool, int, float, str})
+
 
 def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]]:
     """The tensors of a nested structure, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, Mapping):
+    elif type(value) in PLAIN:  # most leaves: what follows asks more of a value
+        return
+    elif isinstance(value, dict | Mapping):
         for key, inner in value.items():
             yield from tensors(inner, (*path, key))
     elif isinstance(value, list | tuple):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +31,7 @@ from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hook
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.multi_head import plain_paths
 from tp_ext.auto.record.numbers import READ, Change, Numbers
-from tp_ext.auto.record.record import ModuleCall, Record, source_line, tensors
+from tp_ext.auto.record.record import PLAIN, ModuleCall, Record, source_line, tensors
 from tp_ext.auto.record.rules import OperatorCall, Rule, draws_random_numbers, no_rule, rule_of
 from tp_ext.auto.record.unchanged import reachable_from, unchanged
 from tp_ext.auto.record.whole_calls import SHOWN, WHOLE_CALLS
@@ -39,7 +39,7 @@ from tp_ext.mesh_program.partition_spec import P
 
 constrained_run: ContextVar[Record | None] = ContextVar("constrained_run", default=None)  # it collects constraints
 
-
+CPU = torch.device("cpu")
 FAKES = (
     "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
     "tp_ext.auto.record.rules", "tp_ext.auto.record.numbers",
@@ -167,6 +167,18 @@ class _Calls(TorchFunctionMode):
             self.record.kept += results
 
 
+def _fake(fakes: FakeTensorMode, value: Tensor, shape: Sequence[int] | None, has_symbols: bool) -> Tensor:
+    # Past the dispatcher where it is not needed: for all parameters it takes as long as half of the operators
+    with fakes if has_symbols else contextlib.nullcontext():
+        options: dict[str, Any] = {"dtype": value.dtype, "device": "cpu" if has_symbols else "meta"}
+        # With its strides: code asks whether it is contiguous; a local shape has no strides to copy
+        if shape is None or tuple(shape) == tuple(value.shape):
+            tensor = torch.empty_strided(value.shape, value.stride(), **options)
+        else:
+            tensor = torch.empty(tuple(shape), **options)
+    return tensor if has_symbols else FakeTensor(fakes, tensor, CPU)
+
+
 def _watch(model: nn.Module, record: Record, operators: bool) -> None:
     """Records calls of modules, by hooks and forwards that :func:`unchanged` removes again."""
     running = record.running
@@ -257,20 +269,14 @@ def trace(
     record = Record() if record is None else record
     record.reachable = reachable_from(model)
     # Code may hold tensors that are no parameters or buffers, such as a table in a closure
-    fakes = FakeTensorMode(allow_non_fake_inputs=True) if fakes is None else fakes
+    has_symbols, fakes = fakes is not None, fakes or FakeTensorMode(allow_non_fake_inputs=True)
     fakes_by_id: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
 
     def fake(value: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         if value.layout != torch.strided:  # which has no fake
             return value
         if id(value) not in fakes_by_id:
-            with fakes:
-                # With its strides: code asks whether it is contiguous; a local shape has no strides to copy
-                if shape is None or tuple(shape) == tuple(value.shape):
-                    fake_tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-                else:
-                    fake_tensor = torch.empty(tuple(shape), dtype=value.dtype)
-            fakes_by_id[id(value)] = fake_tensor, value
+            fakes_by_id[id(value)] = _fake(fakes, value, shape, has_symbols), value
         return fakes_by_id[id(value)][0]
 
     # A module under two names once, and no ties added: functional_call would leave fakes in it
@@ -337,10 +343,9 @@ def trace(
         record.output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
         # Inside of `unchanged`, after which no module has what its forward has stored
         for name, module in model.named_modules():
-            kept = {
-                key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")
-            }
-            record.stored.update((id(t), name) for _, t in tensors(kept))
+            for key, value in vars(module).items():
+                if type(value) not in PLAIN and key not in ("_parameters", "_buffers", "_modules"):
+                    record.stored.update((id(t), name) for _, t in tensors(value))
     record.read = numbers.numbers()
     if operators:
         pin_unused(record)

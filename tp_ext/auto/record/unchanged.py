@@ -5,6 +5,7 @@ take other branches because of them, and fakes would stay in the user's model.""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import types
@@ -17,6 +18,8 @@ from tp_ext.auto.record.reachable import CONTAINERS, CodePlaces, Notes, Reachabl
 
 DEPTH = 4  # of containers and plain objects inside of an attribute
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
+ATOMS = frozenset({type(None), bool, int, float, str, dict, collections.OrderedDict})  # most attributes: no functions
+PLAIN = ATOMS - {dict, collections.OrderedDict}
 OPAQUE = (Tensor, type, types.FunctionType, types.MethodType, types.ModuleType, str, bytes, int, float, bool)
 
 
@@ -54,13 +57,15 @@ def names_read(model: nn.Module) -> Collection[str] | None:
 def _held_by(model: nn.Module) -> tuple[CodePlaces, dict[int, Any]]:
     """The containers in the modules of a model, and the functions in these."""
     places = CodePlaces()
-    level = [vars(module) for module in model.modules()]
+    level: list[Any] = [vars(module) for module in model.modules()]
     for depth in reversed(range(DEPTH)):  # level by level: what is near to a module is taken first
-        level = [inner for holder in level for inner in _containers_in(holder, places.containers, depth)]
+        new = {id(holder): holder for holder in level if id(holder) not in places.containers}
+        places.containers.update(new)
+        level = [inner for holder in new.values() if holder for inner in _containers_in(holder)] if depth else []
     functions: dict[int, Any] = {}
     for container in places.containers.values():
         for value in container.values() if isinstance(container, dict) else container:
-            if isinstance(value, FUNCTIONS):
+            if type(value) not in ATOMS and isinstance(value, FUNCTIONS):
                 functions[id(value)] = value
     return places, functions
 
@@ -70,16 +75,18 @@ def reachable_from(model: nn.Module) -> Reachable:
     return of_classes(frozenset(type(module) for module in model.modules()))
 
 
-def _containers_in(holder: Any, containers: dict[int, Any], depth: int) -> Iterator[Any]:
-    """Adds a holder to the containers; returns the holders in it, if ``depth`` is not 0."""
-    if id(holder) in containers:
-        return
-    containers[id(holder)] = holder
-    for value in holder.values() if isinstance(holder, dict) and depth else holder if depth else ():
-        if type(value) in CONTAINERS:
-            yield value
+def _containers_in(holder: Any) -> list[Any]:
+    """Returns the containers in a holder, and the attributes of plain objects in it."""
+    inside = []
+    for value in holder.values() if isinstance(holder, dict) else holder:
+        kind = type(value)
+        if kind in PLAIN:
+            continue
+        if kind in CONTAINERS:
+            inside.append(value)
         elif isinstance(value, tuple):
             # A tuple itself does not change, but the containers in it may
-            yield [*value]
+            inside.append([*value])
         elif not isinstance(value, OPAQUE) and isinstance(attributes := getattr(value, "__dict__", None), dict):
-            yield attributes
+            inside.append(attributes)
+    return inside
