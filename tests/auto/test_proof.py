@@ -46,6 +46,17 @@ def compare(group: Any, model: nn.Module, example: Any) -> list[str]:
     return sorted(plan.shardings)
 
 
+def test_ranks_of_a_proof_compare_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same one, and its fingerprint takes as long as a run of a model."""
+
+    def computed(_: auto.Plan) -> str:
+        raise AssertionError("a fingerprint is computed in a proof")
+
+    monkeypatch.setattr(auto.Plan, "fingerprint", property(computed))
+    plan = auto.plan(Base(), (X.float(),), 2)
+    assert plan.proof == "values" and sorted(plan.shardings) == ALL
+
+
 # ---------------------------------------------------------------- what code keeps
 
 

@@ -16,6 +16,7 @@ from tp_ext.auto.record.rules import OperatorCall
 from tp_ext.mesh_program.partition_spec import P
 
 PLAIN = frozenset({type(None), bool, int, float, str})
+MAPPINGS = (dict, Mapping)  # dict first: of an abstract class each question takes long
 
 
 def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]]:
@@ -24,7 +25,7 @@ def tensors(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Tensor]
         yield path, value
     elif type(value) in PLAIN:  # most leaves: what follows asks more of a value
         return
-    elif isinstance(value, dict | Mapping):
+    elif isinstance(value, MAPPINGS):
         for key, inner in value.items():
             yield from tensors(inner, (*path, key))
     elif isinstance(value, list | tuple):
