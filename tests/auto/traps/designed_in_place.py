@@ -4,6 +4,7 @@ convolutions that are used by sharded work at once.
 The gradient of what was written must be complete where the operator hands it on to its other inputs.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -94,6 +95,48 @@ class Modules(Written):
 for kind in (Used, Inside):
     add(f"written_{kind.__name__}", lambda kind=kind: kind(Tensor.add_), "likewise", share=0.5)
 add("written_Modules", Modules, "likewise", share=0.8)
+
+
+class Summed(nn.Module):
+    """`write(y, x)` changes y, the sum that an MLP returns, by its input; only sharded work uses what it returns."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.write = Mlp(), Mlp(), Mlp(), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.write(self.a(x), x)
+        return self.c(self.write(self.b(y), y))
+
+
+def filled(y: Tensor, x: Tensor) -> Tensor:
+    """Even and odd features written into new memory, as rotary embeddings of diffusers."""
+    result = torch.empty_like(y)
+    result[..., 0::2], result[..., 1::2] = y[..., 1::2] * x[..., 0::2], x[..., 0::2] + y[..., 0::2]
+    return result
+
+
+def viewed_before(y: Tensor, x: Tensor) -> Tensor:
+    """A view that is made before the memory is written, and read after it."""
+    memory = torch.zeros_like(y)
+    view = memory.view(-1, WIDTH)
+    memory[..., 1:].copy_(x[..., 1:] * y[..., :-1])
+    return view.reshape(y.shape) + y
+
+
+OF_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": Tensor.add_,
+    "multiplied": Tensor.mul_,
+    "of_features": lambda y, x: y[..., : WIDTH // 2].add_(x[..., WIDTH // 2 :]) is not None and y,
+    "of_a_view": lambda y, x: y.view(-1, WIDTH).sub_(x.reshape(-1, WIDTH)).view(y.shape),
+    "rectified": lambda y, x: F.relu_(y.sub_(x).mul_(2)),
+    "set_by_index": lambda y, x: torch.zeros_like(y).index_put((torch.arange(2),), (x * y)[:2]).add_(x),
+    "filled": filled,
+    "viewed_before": viewed_before,
+}
+for name, of_sum in OF_SUMS.items():
+    make = functools.partial(Summed, of_sum)
+    add(f"written_sum_{name}", make, "the gradient of x is that of the sharded uses", share=0.9, p=(2, 3))
 
 
 class Residual(nn.Module):

@@ -116,6 +116,7 @@ class Record:
         self.other_draws: dict[str, bool] = {}  # module that draws in another way: whether in eval mode, too
         self.constraints: list[tuple[Dim, Reason]] = []  # dims that must be sharded
         self.factories: dict[int, str] = {}  # id of a tensor made of no other -> the operator
+        self.views: dict[int, list[int]] = {}  # id of a tensor with memory of its own -> ids of its views
         self.writes: dict[int, list[Step]] = {}  # id of a tensor with memory of its own -> operators that write into it
         self.functions: dict[int, str] = {}  # id of a result of Python's autograd.Function, or one with a hook -> which
         self.stored: dict[int, str] = {}  # id of a tensor that an attribute of a module holds at the end -> the module
@@ -145,6 +146,11 @@ class Record:
             tensor = self.maker[id(tensor)].inputs[0]
         return tensor
 
+    def memory_of(self, tensor: Tensor) -> list[int]:
+        """The ids of the tensors that share the memory of a tensor, its own included."""
+        root = id(self.root_of(tensor))
+        return [root, *self.views.get(root, ())]
+
     def put(self, tensor: Tensor, dims: list[Dim]) -> None:
         self.dims[id(tensor)] = dims
         self.kept.append(tensor)
@@ -161,7 +167,7 @@ class Record:
             step.inputs, step.outputs = [*map(moved, step.inputs)], [*map(moved, step.outputs)]
         for pairs in (self.inputs, *(pairs for call in self.calls for pairs in (call.inputs, call.outputs))):
             pairs[:] = [(path, moved(t)) for path, t in pairs]
-        tables: list[dict[int, Any]] = [self.maker, self.writes, self.factories, self.functions]
+        tables: list[dict[int, Any]] = [self.maker, self.writes, self.factories, self.functions, self.views]
         for table in [*tables, self.parameters, self.buffers]:
             if id(tensor) in table:
                 table[id(before)] = table.pop(id(tensor))
@@ -192,11 +198,16 @@ class Record:
             if any(tensor is t for t in op.inputs):
                 self.writes.setdefault(id(self.root_of(tensor)), []).append(step)
         self.kept += op.inputs
+        results = [id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()]
+        written = [id_ for t in op.outputs if any(t is x for x in op.inputs) for id_ in self.memory_of(t)]
         for reached in (self.differentiable, self.from_inputs) if row_of(op.name).gradient else ():
             # Integers and Booleans, such as indices of a maximum, hand no gradient on
             if any(id(t) in reached for t in op.inputs):
-                reached |= {id(t) for t in op.outputs if t.is_floating_point() or t.is_complex()}
+                # What was written has a gradient where another view of its memory is read
+                reached.update(results, written if results else ())
         for tensor in op.outputs:
+            if row_of(op.name).shares_memory and id(tensor) not in self.maker:
+                self.views.setdefault(id(self.root_of(op.inputs[0])), []).append(id(tensor))
             # A write in place does not replace the maker: by the maker a view leads back to its memory
             self.maker.setdefault(id(tensor), step)
 

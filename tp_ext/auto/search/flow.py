@@ -224,15 +224,36 @@ class Finder:
     def settle_written(self, tensor: Tensor, place: int) -> Types:
         """Returns the gradient type of a value written in place: the union over the uses that follow the write.
 
-        Where only some of these are sharded, their sums must stand at arguments after the operator, for it hands the
-        gradient on to its other inputs: ``y += x`` with ``y`` used by a sharded and by a replicated layer.
+        Their sums must stand after the operator, for it hands the gradient on to its other inputs: at the output of a
+        module that returns the tensor; where only some uses are sharded, at arguments: ``y += x`` with ``y`` used by a
+        sharded and by a replicated layer. Uses of other views of the memory are uses of the value, too.
         """
-        id_, types = id(tensor), self.type_now(tensor)
-        if types & {PARTIAL, SHARDS} and types not in SUMMED and id_ not in self.sharded:
-            rest = {use for use, _ in self.place_at_arguments(id_, place)}
+        memory = [id(tensor), *self.views_before(tensor, place)]
+        for id_ in memory:
+            types = self.type_now(self.by_id[id_])
+            if not types & {PARTIAL, SHARDS}:
+                continue
+            if (
+                types in SUMMED
+                and place == self.last_write(tensor)
+                and self.place_at_output(id_, self.by_id[id_], None)
+            ):
+                rest = {use for use, _ in self.used[id_] if use < place}
+            else:
+                rest = {use for use, _ in self.place_at_arguments(id_, place)}
             self.used[id_] = [(use, gradient if use in rest else COMPLETED) for use, gradient in self.used[id_]]
-            types = self.type_now(tensor)
-        return types
+        return NOTHING.union(*(self.type_now(self.by_id[id_]) for id_ in memory))
+
+    def views_before(self, tensor: Tensor, place: int) -> list[int]:
+        """The other replicated tensors, by id, that share the memory of one when an operator writes into it."""
+        record = self.record
+        views = record.memory_of(tensor) if record.writes else []
+        made = {id_: record.maker[id_].place if id_ in record.maker else -1 for id_ in views if id_ != id(tensor)}
+        return [id_ for id_, at in made.items() if at < place and id_ not in self.sharded]
+
+    def last_write(self, tensor: Tensor) -> int:
+        """The place of the last operator that writes into the memory of a tensor; -1: none does."""
+        return max((step.place for step in self.record.writes.get(id(self.record.root_of(tensor)), ())), default=-1)
 
     def settle(self, tensor: Tensor) -> Types:
         """Returns the type of the gradient that flows on to what made the tensor, after sums placed here."""
@@ -378,7 +399,7 @@ class Finder:
     def place_at_output(self, id_: int, source: Tensor, span: tuple[int, int, int] | None) -> bool:
         if id_ in self.record.functions:  # a hook or Function comes before the output: it sees the sum
             return False
-        written = max((step.place for step in self.record.writes.get(id(self.record.root_of(source)), ())), default=-1)
+        written = self.last_write(source)
         # Uses before a write in place are of other values, whose gradient the sum reaches through the write
         first = min((place for place, _ in self.used[id_] if place > written), default=sys.maxsize)
         tokens = SHARDS in self.type_now(self.by_id[id_])
@@ -439,14 +460,15 @@ class Finder:
         for id_, start, stop in self.summed:
             spans.setdefault(id_, []).append((start, stop))
         under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
-        # For tensors written in place, the types with the place from which on they are summed: a sum at an argument of
-        # a later module counts, one at the end of the module does not, as it comes after the operator that writes
+        # For tensors written in place, the types with the place from which on they are summed: at an argument of a later
+        # module, or at the output of one that ends after the last operator that writes
         written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in gradients.items()}
         for step in reversed(record.steps):
             types = NOTHING
             for tensor in step.outputs:
                 if any(tensor is t for t in step.inputs):
-                    uses = written.get(id(tensor), ())
+                    memory = [id(tensor), *self.views_before(tensor, step.place)]
+                    uses = [use for id_ in memory for use in written.get(id_, ())]
                     types = types.union(*(COMPLETED if summed > step.place else gradient for gradient, summed in uses))
                 else:
                     types |= gradients.get(id(tensor), NOTHING)
@@ -465,7 +487,8 @@ class Finder:
                 for start, stop in spans.get(id_, ()):
                     if start <= step.place < stop:
                         under[id_, start, stop] |= gradient
-                        gradient, summed = (COMPLETED, max(summed, start)) if gradient else (gradient, summed)
+                        after = start if stop < sys.maxsize else self.last_write(tensor) + 1
+                        gradient, summed = (COMPLETED, max(summed, after)) if gradient else (gradient, summed)
                 written.setdefault(id_, []).append((unsummed, summed))
                 gradients[id_] = gradients.get(id_, NOTHING) | gradient
         # A sum of what is complete would be p times too large; a sum of nothing, of a use that the flow expected and

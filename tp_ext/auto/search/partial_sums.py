@@ -41,11 +41,6 @@ class PartialSums:
         self.calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
             self.calls.setdefault(call.module, []).append(call)
-        self.aliases: dict[int, set[int]] = {}  # id of a tensor with memory of its own -> ids of its views
-        for step in record.steps:
-            if row_of(step.name).view:
-                for tensor in step.outputs:
-                    self.aliases.setdefault(id(record.root_of(tensor)), set()).add(id(tensor))
 
     def find(self) -> None:
         for step in self.record.steps:
@@ -117,8 +112,7 @@ class PartialSums:
             self.problem(module, f"partial sums meet a sharded dim in {step.reason}", inside)
         else:
             written = [t for t in step.outputs if any(t is x for x in step.inputs)]
-            roots = {id(self.record.root_of(t)) for t in written}  # and the other views of memory that was written
-            ids = {id(t) for t in step.outputs}.union(roots, *(self.aliases.get(root, ()) for root in roots))
+            ids = {id(t) for t in step.outputs}.union(*map(self.record.memory_of, written))  # of all views of it
             self.mark(ids, module, step.place, blame)
 
     def add_once(self, step: Step, added: list[Tensor]) -> bool:
