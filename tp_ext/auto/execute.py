@@ -34,6 +34,7 @@ from tp_ext.auto.modules.direct_calls import convert_direct_calls
 from tp_ext.auto.modules.leaves import EnteredColumnLinear, RowConv1D, RowTokensLinear, fused_norm, shard_embedding
 from tp_ext.auto.modules.logits import FullLogits, LogitsInShards
 from tp_ext.auto.modules.random_draws import draw_edits, register_draws
+from tp_ext.auto.modules.summed_calls import summed_call_edits
 from tp_ext.auto.modules.token_lengths import KeptLength, TokenLengths, TokensOfForward
 from tp_ext.auto.moved import keep_names
 from tp_ext.auto.record.arguments import autocast, without_modes
@@ -208,6 +209,7 @@ def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
         shardings=plan.shardings,
         buffers=plan.buffers,
         slices=plan.slices,
+        calls=[edit for edit in plan.conversions if edit.at == "call"],
         tokens=plan.tokens,
     )
     local = Localized(model, example, edits)
@@ -408,6 +410,8 @@ class _Applied:
             self.edit("", GatheredResults(plan.gathers, group))
         for name, edit in function_edits(self.model, plan.functions) if plan.invariant_blocks is not None else ():
             self.edit(name, edit)
+        for inner, sums in summed_call_edits(self.model, [e for e in plan.conversions if e.at == "call"], group):
+            self.edits.setdefault(inner, []).append(sums)
         local = local_of(plan.patches, plan.sizes, group.rank)
         for name, calls in local.sizes.items():
             for inner, pause in SizedForward(self.model.get_submodule(name), name, calls).install():

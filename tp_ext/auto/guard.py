@@ -37,10 +37,10 @@ from tp_ext.auto.proof.prove_values import Apply
 from tp_ext.auto.record.arguments import autocast, without_modes
 from tp_ext.auto.record.edits import CallEdits
 from tp_ext.auto.record.flow import CallFlow, flow_of, is_number, on_meta
-from tp_ext.auto.record.forwards import named_arguments
+from tp_ext.auto.record.forwards import argument_names, named_arguments
 from tp_ext.auto.record.numbers import ReadNumbers
 from tp_ext.auto.record.trace import Arguments, arguments
-from tp_ext.auto.search.localize import argument_names, leaf_at
+from tp_ext.auto.search.localize import leaf_at
 from tp_ext.auto.search.plans import Plan, example_for, has_example
 from tp_ext.auto.signature import numbers_of, signature
 from tp_ext.auto.synced import Synced

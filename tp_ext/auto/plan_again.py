@@ -16,12 +16,12 @@ from torch import nn
 from tp_ext.auto.proof.prove_values import Apply, UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, prover_of
 from tp_ext.auto.record.edits import CallEdits, Conversion, Draw
+from tp_ext.auto.record.forwards import argument_names
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.rules import from_notation
 from tp_ext.auto.record.trace import arguments
 from tp_ext.auto.search.hints import PlanOptions
 from tp_ext.auto.search.integers import local_of
-from tp_ext.auto.search.localize import argument_names
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
@@ -163,6 +163,10 @@ def _otherwise(plan: Plan, again: Plan, record: Record) -> str:
     for module in dict.fromkeys(module_call.module for module_call in record.calls):
         if again.patches.get(module) != plan.patches.get(module) or again.sizes.get(module) != plan.sizes.get(module):
             return f"{module or 'the model'} reads other integers then"
+    called = {module_call.module for module_call in record.calls}
+    # The number of a call is that of the plan's example
+    if _summed_calls(plan, called) != _summed_calls(again, called):
+        return "it sums over sharded dims in other calls of functions then"
     # Few tokens stay whole, for which the hooks of the plan draw
     plans = (plan, again) if again.tokens else (on_whole_tokens(plan), again)
     if module := _draws_otherwise(*plans, {call.module for call in record.random_calls if call.draws}):
@@ -190,6 +194,12 @@ def _shards_otherwise(plan: Plan, again: Plan, record: Record) -> tuple[bool, st
             return False, f"{name} cannot be sharded then: {again.whole.get(name, 'it is sharded in another way')}"
         whole_heads = True
     return whole_heads, ""
+
+
+def _summed_calls(plan: Plan, modules: set[str]) -> set[Conversion]:
+    """The calls of functions in these modules that sum over a sharded dim; alike without gradients."""
+    calls = (edit for edit in plan.conversions if edit.at == "call" and edit.module in modules)
+    return {edit if torch.is_grad_enabled() else dataclasses.replace(edit, after=I) for edit in calls}
 
 
 def _elsewhere(changed: set[Conversion]) -> str:

@@ -6,18 +6,17 @@ calls of the modules that a plan lists, on replicated tensors, too, which are th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tp_ext import _ops
-from tp_ext.auto.modules.random_draws import CHECKPOINT, SharedMode
+from tp_ext.auto.modules.random_draws import SharedMode, is_in_checkpoint
 from tp_ext.auto.record.boundary import Edit, EditPlace, edits_at
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.search.in_blocks import REPLACED
@@ -50,19 +49,12 @@ class BlockFunctions(SharedMode):
         return replacement(func, *args, **kwargs)
 
     def check_is_recomputed(self) -> None:
-        """Raises a RuntimeError if the call is in a checkpoint within the forward of its module: what that recomputes
-        has no hooks of the module, and would call torch's own function."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            code = frame.f_code
-            if code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self.running[-1]:
-                return
-            if code.co_filename.endswith(CHECKPOINT):
-                raise RuntimeError(
-                    f"torch.utils.checkpoint inside of the forward of {type(self.running[-1]).__name__} cannot be "
-                    "followed with invariant_blocks; checkpoint modules, not functions inside of their forward"
-                )
-            frame = frame.f_back
+        """Raises a RuntimeError if what recomputes the call would call torch's own function."""
+        if is_in_checkpoint(self.running[-1]):
+            raise RuntimeError(
+                f"torch.utils.checkpoint inside of the forward of {type(self.running[-1]).__name__} cannot be "
+                "followed with invariant_blocks; checkpoint modules, not functions inside of their forward"
+            )
 
 
 def _lowered(*tensors: Tensor) -> list[Tensor]:

@@ -98,6 +98,19 @@ class SharedMode(TorchFunctionMode):
             self.__exit__(None, None, None)
 
 
+def is_in_checkpoint(module: nn.Module) -> bool:
+    """True if a call is in a checkpoint within the forward of its module: what that recomputes has no hooks of it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            return False
+        if code.co_filename.endswith(CHECKPOINT):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Masks(SharedMode):
     """Replaces the random calls of the modules of a model."""
 

@@ -24,6 +24,7 @@ class EditPlace(enum.IntEnum):
     CALL = enum.auto()  # whole tensors of other code
     SIZES = enum.auto()  # those of the code around are left alone
     FUNCTIONS = enum.auto()  # outside of draws: attention with dropout is made of products and a softmax
+    SUMS_OF_CALLS = enum.auto()
     DRAWS = enum.auto()
     ADAPTERS = enum.auto()
     GATHERS = enum.auto()  # the last of a call of the model: others ask what it does otherwise

@@ -23,6 +23,7 @@ class Reason:
     module: str = ""
     line: str = ""
     pinned: list[Atom] = field(default_factory=list, compare=False, repr=False)  # for it, also those pinned before
+    is_sum: bool = False  # a call sums over the atom: it may be sharded, at the price of an all-reduce of the sum
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -72,7 +73,8 @@ def pin(dim: Iterable[Atom], reason: Reason) -> None:
     # Also atoms that are pinned already: sequence parallelism asks each operator which atoms it needs whole
     reason.pinned.extend(pinned)
     for atom in pinned:
-        atom.pinned = atom.pinned or reason
+        if atom.pinned is None or (atom.pinned.is_sum and not reason.is_sum):
+            atom.pinned = reason
         for part in atom.parts or ():
             pin(part, reason)
 
@@ -190,8 +192,9 @@ def _unify_equal(a: Atom, b: Atom, reason: Reason) -> None:
     for mine, yours in zip(a.parts, b.parts or (), strict=True):
         unify(mine, yours, reason)
     # Only the parts are unified. The concatenations stay two atoms, which do not share a pin by themselves
-    if pinned := a.pinned or b.pinned:
-        pin([a, b], pinned)
+    for pinned in (a.pinned, b.pinned):
+        if pinned:
+            pin([a, b], pinned)
 
 
 def split_off(dim: Dim, minor: int, reason: Reason) -> tuple[Dim, Dim] | None:
@@ -227,20 +230,22 @@ class Major:
     inner: tuple[Atom, ...]  # the atoms after it; the first may be sharded further: the query heads of a KV head
 
 
-def majors(dim: Iterable[Atom]) -> Iterator[Major]:
-    """The slowest atom of each part of a dim, in order. A dim ``3 x h x d`` whose 3 is pinned has three equal parts."""
+def majors(dim: Iterable[Atom], sums: bool = False) -> Iterator[Major]:
+    """The slowest atom of each part of a dim, in order. A dim ``3 x h x d`` whose 3 is pinned has three equal parts;
+    ``sums``: an atom over which calls sum is not taken for pinned."""
     factors = atoms(dim)
     if not factors:
         return
     first, rest = factors[0], factors[1:]
     if first.parts is None:
         # Only after a pinned factor: a free factor is sharded itself, in whole units
-        inner = list(majors(rest)) if first.pinned and first.size <= MAX_EQUAL_PARTS else []
+        is_pinned = first.pinned and not (sums and first.pinned.is_sum)
+        inner = list(majors(rest, sums)) if is_pinned and first.size <= MAX_EQUAL_PARTS else []
         if inner and not any(major.atom.pinned for major in inner):
             yield from inner * first.size
         else:
             yield Major(first, length(rest), tuple(rest))
         return
     for part in first.parts:
-        for major in majors(part):
+        for major in majors(part, sums):
             yield Major(major.atom, major.unit * length(rest), (*major.inner, *rest))

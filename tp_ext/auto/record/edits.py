@@ -69,8 +69,9 @@ class Conversion:
     length is remembered for a recomputation in backward; R to I keeps the gradient of rank 0 alone.
 
     Attributes:
-        module: name of the module. at: ``"parameter"``, ``"argument"`` or ``"output"`` of it. path: where the tensor
-            is; for a parameter its local name alone.
+        module: name of the module. at: ``"parameter"``, ``"argument"`` or ``"output"`` of it; ``"call"``: a call of a
+            function in its forward, over the sharded ``dim`` of its argument, from the end. path: where the tensor is;
+            for a parameter its local name alone, for a call the function, its number and that of all calls of it.
         before, after: its types, in the order of forward: of an argument or a parameter outside of the module and
             inside, of an output inside and outside.
         dim: the sharded one, of an S. factor: its shards; None: those of the tokens.

@@ -106,3 +106,8 @@ def looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and (
         forward is nn.Embedding.forward or "__class__" in inspect.unwrap(forward).__code__.co_freevars
     )
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """Returns the names of the arguments of a module's forward, in order."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]

@@ -30,6 +30,7 @@ class OperatorRow:
             ``"scaled"``, without ``alpha`` alone.
         product: of matrices, by a kernel of its own.
         backward_reads: nothing but the gradient, or its result; else its inputs.
+        is_sum: over dims, and what follows from the sum alone: a call may complete it over the ranks.
         reads_rows: as often as they occur in the result.
         free: it runs no kernel, though its result has memory of its own.
     """
@@ -48,6 +49,7 @@ class OperatorRow:
     exact: Literal["", "moved", "pointwise", "scaled"] = ""
     product: bool = False
     backward_reads: Literal["inputs", "nothing", "result"] = "inputs"
+    is_sum: bool = False
     reads_rows: bool = False
     free: bool = False
 
@@ -98,7 +100,8 @@ ROWS = [
     *_rows("addmm baddbmm", linear="added", product=True),
     *_rows("bmm mm", linear="factors", product=True),
     *_rows("gather index index_select", linear="first", backward_reads="nothing", reads_rows=True),
-    *_rows("mean sum", linear="first", backward_reads="nothing"),
+    *_rows("mean sum", linear="first", backward_reads="nothing", is_sum=True),
+    *_rows("_fused_rms_norm native_layer_norm", is_sum=True),
     *_rows("_conj cumsum positive repeat_interleave", linear="first"),
     *_rows("addbmm", linear="added"),
     *_rows("dot mv", linear="factors"),

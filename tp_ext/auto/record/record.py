@@ -74,6 +74,7 @@ class Step:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_loss: bool = False
     function: Any = None  # that code called, of which the operator is a part
+    index: int = 0  # of that call among those from Python
 
     @property
     def line(self) -> str:
@@ -192,6 +193,7 @@ class Record:
             kwargs=op.kwargs,
             is_loss=is_loss,
             function=self.function,
+            index=len(self.python_calls),
         )
         self.steps.append(step)
         for tensor in op.outputs:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, Reason, length, pin, unify
@@ -29,6 +31,13 @@ NOTATION: dict[str, str] = {
     "triu": "* m^ n^ -> * m^ n^",
     "view_as_complex": "* n^ -> *",
 }
+
+
+SUMMED_CALLS: dict[Any, str] = {
+    torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum", F.layer_norm: "layer_norm",
+    torch.layer_norm: "layer_norm", F.rms_norm: "rms_norm", torch.rms_norm: "rms_norm",
+}  # fmt: skip
+"""Functions whose sums over a sharded dim a plan completes inside of the call -> their name."""
 
 
 class Labels(Protocol):
@@ -51,10 +60,11 @@ class OperatorCall:
         outputs: list[Tensor],
         labels: Labels,
         reason: Reason,
+        function: Any = None,
     ) -> None:
         self.name, self.args, self.kwargs = name, args, kwargs
         self.inputs, self.outputs = inputs, outputs
-        self.labels, self.reason = labels, reason
+        self.labels, self.reason, self.function = labels, reason, function
         self.contracted: Dim = []  # the atoms over which the operator sums
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
@@ -81,6 +91,14 @@ class OperatorCall:
     def pin(self, *dims: Dim) -> None:
         for dim in dims:
             pin(dim, self.reason)
+
+    def sum_over(self, *dims: Dim) -> None:
+        """Pins dims over which the operator sums; in a call of :data:`SUMMED_CALLS` such that they may be sharded."""
+        if self.function in SUMMED_CALLS:
+            self.contracted = [atom for dim in dims for atom in dim]
+            pin(self.contracted, replace(self.reason, is_sum=True))
+        else:
+            self.pin(*dims)
 
     def broadcast(self, tensors: Sequence[Tensor], result: list[Dim], shape: Sequence[int]) -> None:
         """Unifies dims from the right where lengths are equal, and pins those of any other length but 1."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, atoms, concatenate, divide, length, split_off
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.rules import RULES, OperatorCall, no_rule, pointwise, rule
 
 
@@ -261,7 +262,7 @@ def gather(op: OperatorCall) -> None:
 def norm(op: OperatorCall) -> None:
     dims = op.dims()
     normalized = dims[-len(op.args[1]) :]
-    op.pin(*normalized)
+    op.sum_over(*normalized) if len(normalized) == 1 else op.pin(*normalized)
     for tensor in op.inputs[1:]:
         for one, other in zip(op.dims_of(tensor), normalized, strict=True):
             op.unify(one, other)
@@ -293,7 +294,7 @@ def reduction(op: OperatorCall) -> None:
     reduced = range(x.dim()) if which is None or which == [] else [which] if isinstance(which, int) else which
     at = {i % x.dim() for i in reduced} if x.dim() else set()
     dims = op.dims()
-    op.pin(*(dims[i] for i in at))
+    (op.sum_over if row_of(op.name).is_sum else op.pin)(*(dims[i] for i in sorted(at)))
     for place, result in enumerate(op.outputs):
         if result.dim() != x.dim():
             op.give([dim for i, dim in enumerate(dims) if i not in at], place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -66,7 +66,7 @@ class Decision:
 
     def parts(self, dim: Dim) -> list[Part] | None:
         """The parts of a dim, sharded by this atom; None if it does not occur as the slowest of any."""
-        slowest = list(majors(dim))
+        slowest = list(majors(dim, sums=self.atom.pinned is not None))
         if not any(major.atom is self.atom for major in slowest):
             return None
         # Ranks of shares hold no part that all ranks have
@@ -115,7 +115,7 @@ def decisions(
     by_atom = _majors_by_atom(record)
     for id_, (name, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
-            for major in majors(label) if may_shard(name, dim) else ():
+            for major in all_majors(label) if may_shard(name, dim) else ():
                 decision = by_sharded_atom.get(major.atom) or _decision(major.atom, p, by_atom, blocks, shares)
                 if decision is None:
                     continue
@@ -143,6 +143,12 @@ def decisions(
     ]
 
 
+def all_majors(dim: Dim) -> Iterator[Major]:
+    """The slowest atoms of a dim, and those over which calls sum."""
+    yield from majors(dim)
+    yield from (major for major in majors(dim, sums=True) if major.atom.pinned)
+
+
 def _contracted_by_atom(record: Record) -> dict[Atom, list[Dim]]:
     """The dims that operators sum over, by the atoms that can be sharded in them.
 
@@ -151,7 +157,7 @@ def _contracted_by_atom(record: Record) -> dict[Atom, list[Dim]]:
     """
     dims: dict[Atom, list[Dim]] = {}
     for step in record.steps:
-        for major in majors(step.contracted):
+        for major in all_majors(step.contracted):
             dims.setdefault(major.atom, []).append(step.contracted)
     return dims
 
@@ -194,7 +200,7 @@ def _decision(
     atom: Atom, p: int, by_atom: Mapping[Atom, list[Major]], blocks: int, shares: Weights | None
 ) -> Decision | None:
     """The decision to shard an atom; None if it is pinned, or has fewer elements than ranks and no group to shard."""
-    if atom.pinned:
+    if atom.pinned and (blocks or not atom.pinned.is_sum):
         return None
     if blocks:  # a rank without any unit has no local forward
         decision = Decision(atom, p, blocks=blocks)
@@ -204,8 +210,8 @@ def _decision(
         return Decision(atom, p, shares=shares) if all(split_sizes(atom.size, p, shares)) else None
     if atom.size >= p:
         return Decision(atom, p)
-    # Each KV head needs the same number of holders
-    if atom.size == 1 or p % atom.size:
+    # Each KV head needs the same number of holders, and a sum over the ranks would count it once for each
+    if atom.size == 1 or p % atom.size or atom.pinned:
         return None
     # k and v do not have the group: some other parameter must say how many query heads a KV head has
     for major in by_atom[atom]:
@@ -232,7 +238,8 @@ def choose(
     """
     if p == 1 and not blocks:
         return []
-    candidates = decisions(record, p, may_shard, blocks, shares)
+    possible = decisions(record, p, may_shard, blocks, shares)
+    candidates = [candidate for candidate in possible if not candidate.atom.pinned]
     total = sum(tensor.numel() for _, tensor in record.parameters.values())
     tables = {id(step.inputs[0]) for step in record.steps if row_of(step.name).looks_up}
 
@@ -249,6 +256,24 @@ def choose(
                 f"memory_budget: {memory_budget:.0f} bytes must be at least {left:.0f}, the parameters of a rank at "
                 f"p = {p} with everything sharded that can be"
             )
+    return _with_sums(possible, chosen)
+
+
+def _with_sums(possible: list[Decision], chosen: list[Decision]) -> list[Decision]:
+    """The decisions with those of atoms over which calls sum, such as heads below a norm over all of them.
+
+    These shard weights that no other decision does, or that another one shards on the same dim, such as by the features
+    of heads, or one alone that saves far less. A residual stream, over which norms sum, too, is in the weights of many.
+    """
+    summed = [d for d in possible if d.atom.pinned and any(cut.tensor.dim() > 1 for cut in d.parameters.values())]
+    for decision in sorted(summed, key=lambda candidate: -candidate.saved()):
+        cuts = decision.parameters
+        others = [other for other in chosen if not cuts.keys().isdisjoint(other.parameters)]
+        shared = [(cuts[n], other.parameters[n]) for other in others for n in cuts.keys() & other.parameters.keys()]
+        same_dims = all(cut.sharding.dim == other_cut.sharding.dim for cut, other_cut in shared)
+        factor = 1.0 if same_dims else 1.5 if len(others) == 1 else math.inf
+        if decision.saved() > factor * sum(other.saved() for other in others):
+            chosen = [*(other for other in chosen if other not in others), decision]
     return chosen
 
 
@@ -321,6 +346,20 @@ def heaviest(members: list[int], excluded: Mapping[int, set[int]], weight: list[
 
     chosen = best(frozenset(members))
     return sorted(chosen) if total(chosen) > total(greedy) else greedy
+
+
+def users_of_parameters(record: Record) -> dict[int, set[str]]:
+    """Returns the modules that multiply or look up each parameter, by id."""
+    modules_of = dict[int, set[str]]()
+    for step in record.steps:
+        if step.name not in {"mm", "addmm", "bmm"} and not row_of(step.name).looks_up:
+            continue
+        for tensor in step.inputs:
+            while id(tensor) in record.maker and row_of(record.maker[id(tensor)].name).view:
+                tensor = record.maker[id(tensor)].inputs[0]
+            if id(tensor) in record.parameters:
+                modules_of.setdefault(id(tensor), set()).add(step.module)
+    return modules_of
 
 
 def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:

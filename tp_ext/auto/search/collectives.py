@@ -58,6 +58,9 @@ def collectives_of(record: Record, p: int, state: PlannedState, activations: boo
                 collectives.append(
                     Collective("all-gather", state.heads[0] if state.heads else "", "forward", _bytes(tensor))
                 )
+    for edit, tensor in state.flow.statistics:
+        for types in [(P, I), (I, R)] if edit.after is R else [(P, I)]:
+            collectives += _of(CONVERSIONS[types], edit.module, tensor, record)
     outputs = dict(tensors(record.output))
     for gather in state.flow.gathers:
         collectives += _of(CONVERSIONS[gather.types], "", outputs[gather.path], record)

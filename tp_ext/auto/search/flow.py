@@ -23,6 +23,7 @@ from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.sliced_constants import Constants
+from tp_ext.auto.search.summed_calls import find_summed_calls
 from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, R
 from tp_ext.sharding import Sharding
@@ -43,6 +44,8 @@ class Flow:
     sums: list[Conversion] = field(default_factory=list)
     slices: list[Conversion] = field(default_factory=list)
     gathers: list[Conversion] = field(default_factory=list)
+    calls: list[Conversion] = field(default_factory=list)
+    statistics: list[tuple[Conversion, Tensor]] = field(default_factory=list)  # the sums of ``calls``
     refused_inputs: list[LeafPath] = field(default_factory=list)  # those whose gradient would stay partial
     buffers: dict[str, list[Sharding]] = field(default_factory=dict)
     local: set[int] = field(default_factory=set)  # ids of tensors whose sharded dims have local lengths
@@ -94,6 +97,7 @@ class Finder:
             for path, tensor in call.outputs:
                 self.returned_by.setdefault(id(tensor), []).append((call, path))
         self.used: dict[int, list[tuple[int, Types]]] = {}  # types of a tensor's gradient by the operators that use it
+        self.settled: dict[int, set[int]] = {}  # those of these operators whose gradient a sum after a write completes
         self.shard_steps: dict[int, set[int]] = {}  # operators on shards that make a tensor's gradient one of shards
         self.summed: dict[tuple[int, int, int], list[Conversion]] = {}  # by (id, first and last operator) of the uses
         self.placed: dict[Conversion, set[int]] = {}  # the calls, by their order, at which a sum was placed
@@ -112,6 +116,7 @@ class Finder:
         self.working = [self.works_sharded(step) for step in self.record.steps]
         self.backward_types()
         self.check()
+        find_summed_calls(self)
         Constants(self).find()
         for (id_, _, _), copies in self.summed.items():
             new = [copy for copy in copies if copy not in self.flow.copies]
@@ -155,7 +160,12 @@ class Finder:
 
     def type_now(self, tensor: Tensor) -> Types:
         at_outputs = COMPLETED if id(tensor) in self.outputs else NOTHING
-        return at_outputs.union(*(types for _, types in self.used.get(id(tensor), ())))
+        return at_outputs.union(*(types for _, types in self.uses_now(id(tensor))))
+
+    def uses_now(self, id_: int) -> list[tuple[int, Types]]:
+        """The uses of a tensor with the types of its gradients, after the sums that stand behind a write."""
+        settled = self.settled.get(id_, ())
+        return [(place, COMPLETED if place in settled else types) for place, types in self.used.get(id_, ())]
 
     def backward_types(self) -> None:
         """Derives the types of gradients in one backward pass, in which all uses of a tensor come before the operator
@@ -233,15 +243,10 @@ class Finder:
             types = self.type_now(self.by_id[id_])
             if not types & {PARTIAL, SHARDS}:
                 continue
-            if (
-                types in SUMMED
-                and place == self.last_write(tensor)
-                and self.place_at_output(id_, self.by_id[id_], None)
-            ):
-                rest = {use for use, _ in self.used[id_] if use < place}
-            else:
-                rest = {use for use, _ in self.place_at_arguments(id_, place)}
-            self.used[id_] = [(use, gradient if use in rest else COMPLETED) for use, gradient in self.used[id_]]
+            is_last = types in SUMMED and place == self.last_write(tensor)
+            at_output = is_last and self.place_at_output(id_, self.by_id[id_], None)
+            rest: set[int] = set() if at_output else {use for use, _ in self.place_at_arguments(id_, place)}
+            self.settled.setdefault(id_, set()).update(use for use, _ in self.used[id_] if use not in rest)
         return NOTHING.union(*(self.type_now(self.by_id[id_]) for id_ in memory))
 
     def views_before(self, tensor: Tensor, place: int) -> list[int]:
@@ -277,6 +282,9 @@ class Finder:
                 self.place(id_, Conversion(module, "parameter", (attribute,), I, after, tokens=tokens))
             else:
                 self.problem(name, f"{name} is used by sharded and by replicated work", tensor)
+            return COMPLETED
+        # The sum of a call, over which all ranks compute the same next
+        if only_partial and not tokens and self.is_summed(self.record.maker.get(id_)):
             return COMPLETED
         # One sum where the tensor leaves its module serves all uses; else one at each argument by which modules that
         # work sharded take it
@@ -318,6 +326,10 @@ class Finder:
             text = f"the gradient of gathered tokens of {maker.reason} stays partial in {user.reason}"
             self.flow.problems.append(Problem(maker.module, text, (maker.place,)))
         return types
+
+    def is_summed(self, step: Step | None) -> bool:
+        """True if a call sums the result of an operator over the ranks, and its gradient."""
+        return step is not None and step.place in self.sums.by_call
 
     def movable_sums(self, id_: int, at: int) -> set[Conversion]:
         """Returns the sums without which all uses of a tensor, or all in a module that takes it as an argument, have
@@ -421,7 +433,7 @@ class Finder:
     def place_at_arguments(self, id_: int, after: int = -1) -> list[tuple[int, Types]]:
         """Sums gradients at arguments of modules that use the tensor in sharded work only, and begin after an operator;
         returns the other uses."""
-        left = [use for use in self.used.get(id_, ()) if use[1] & {PARTIAL, SHARDS}]
+        left = [use for use in self.uses_now(id_) if use[1] & {PARTIAL, SHARDS}]
         rest: list[tuple[int, Types]] = []
         while left:
             at = left[0][0]
@@ -446,7 +458,7 @@ class Finder:
         ):
             return False
         # One type for all uses in the module: a complete gradient that is summed again is p times too large
-        inside = {types for place, types in self.used[id_] if call.start <= place < call.stop}
+        inside = {types for place, types in self.uses_now(id_) if call.start <= place < call.stop}
         known = not any(SHARDS in types for types in inside) or self.are_known(self.by_id[id_], [call.start])
         return len(inside) == 1 and inside <= set(SUMMED) and known
 
@@ -460,8 +472,8 @@ class Finder:
         for id_, start, stop in self.summed:
             spans.setdefault(id_, []).append((start, stop))
         under: dict[tuple[int, int, int], Types] = dict.fromkeys(self.summed, NOTHING)
-        # For tensors written in place, the types with the place from which on they are summed: at an argument of a later
-        # module, or at the output of one that ends after the last operator that writes
+        # For tensors written in place, the types with the place from which on they are summed: at an argument of a
+        # module that begins after the operator that writes, or at the output of one that ends after it
         written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in gradients.items()}
         for step in reversed(record.steps):
             types = NOTHING
@@ -472,6 +484,8 @@ class Finder:
                     types = types.union(*(COMPLETED if summed > step.place else gradient for gradient, summed in uses))
                 else:
                     types |= gradients.get(id(tensor), NOTHING)
+            if self.is_summed(step) and types and types != NOTHING.union(*map(self.type_now, step.outputs)):
+                self.problem(step.module, f"the gradient of {step.reason} is {sorted(types)}")
             # Whatever comes in, an operator on shards gives each rank the terms of its shard
             if self.working[step.place]:
                 types = frozenset({PARTIAL})
@@ -485,9 +499,9 @@ class Finder:
                 gradient = self.converted(step, tensor, self.given(step, tensor, types))
                 unsummed, summed = gradient, -1
                 for start, stop in spans.get(id_, ()):
-                    if start <= step.place < stop:
+                    after = start if stop < sys.maxsize else self.last_write(tensor) + 1
+                    if after <= step.place < stop:
                         under[id_, start, stop] |= gradient
-                        after = start if stop < sys.maxsize else self.last_write(tensor) + 1
                         gradient, summed = (COMPLETED, max(summed, after)) if gradient else (gradient, summed)
                 written.setdefault(id_, []).append((unsummed, summed))
                 gradients[id_] = gradients.get(id_, NOTHING) | gradient

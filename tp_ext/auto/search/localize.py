@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from tp_ext.auto.record.boundary import install
 from tp_ext.auto.record.dims import Atom, atoms
 from tp_ext.auto.record.edits import Conversion, LeafPath, SizeCall
+from tp_ext.auto.record.forwards import argument_names
 from tp_ext.auto.record.multi_head import forward_on_fakes
 from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.trace import trace
@@ -30,6 +30,7 @@ from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.choose import Decision, local_length
 from tp_ext.auto.search.reasons import failure_of
 from tp_ext.auto.search.sizes import Observer, SizedForward
+from tp_ext.auto.search.summed_calls import localize_norms
 from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, S
 from tp_ext.sharding import Sharding
@@ -70,6 +71,7 @@ class LocalEdits:
     shardings: Mapping[str, Sharding]  # of parameters, by all their names
     buffers: Mapping[str, Sequence[Sharding]]
     slices: Sequence[Conversion]
+    calls: Sequence[Conversion]
     tokens: Sequence[Conversion]
     token_sizes: Callable[[int], list[int]]  # those of each rank
 
@@ -180,6 +182,7 @@ class Localized:
                     module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
                 elif role == "attention":
                     module.forward = forward_on_fakes(module)
+            localize_norms(model, self.edits.calls, rank, p)
             for slice_ in self.edits.slices:
                 sliced = _Sliced(slice_, rank, p)
                 model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
@@ -313,11 +316,6 @@ class _LocalTokens:
                 return x
             # Shards may be uneven, so that the full length does not follow from this rank's
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])
-
-
-def argument_names(module: nn.Module) -> list[str]:
-    """The names of the arguments of a module's forward, in order."""
-    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def argument_path(module: nn.Module, args: Any, kwargs: Any, path: LeafPath) -> LeafPath | None:

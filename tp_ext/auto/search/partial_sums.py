@@ -37,6 +37,7 @@ class PartialSums:
         self.blame: dict[int, frozenset[Atom]] = {}  # the contracted atoms by which a tensor is partial
         self.divided: dict[str, set[int]] = {}  # with the operators that add it
         self.problems: list[Problem] = []
+        self.by_call: set[int] = set()  # the operators whose sum their call completes
         self.stop: dict[int, int] = {}  # id -> the end of the call in which the tensor is partial
         self.calls: dict[str, list[ModuleCall]] = {}
         for call in record.calls:
@@ -47,7 +48,7 @@ class PartialSums:
             if step.is_loss:
                 self.of_loss(step)
             elif self.contracts(step):
-                self.contracted(step)
+                self.summed_by_call(step) if row_of(step.name).is_sum else self.contracted(step)
             elif any(id(t) in self.partial for t in step.inputs):
                 self.used(step)
         self.check_divided()
@@ -75,6 +76,13 @@ class PartialSums:
         for tensor in step.inputs:
             if self.is_inside(step, tensor):
                 self.problem(self.partial[id(tensor)], f"partial sums enter {step.reason}", [tensor])
+
+    def summed_by_call(self, step: Step) -> None:
+        """An operator that sums over a sharded atom, in a call that completes the sum."""
+        self.by_call.add(step.place)
+        self.blame.update((id(t), self.atoms & atoms_in(step.contracted)) for t in step.outputs)
+        if inside := [t for t in step.inputs if self.is_inside(step, t)]:
+            self.problem(step.module, f"partial sums meet a sharded dim in {step.reason}", [*step.outputs, *inside])
 
     def contracted(self, step: Step) -> None:
         """An operator that sums over a sharded atom: its result is partial, unless its layer sums it."""

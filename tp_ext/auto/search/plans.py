@@ -174,7 +174,7 @@ class Plan:
     @property
     def sums(self) -> list[Conversion]:
         """Partial outputs that are summed."""
-        return [edit for edit in self.conversions if edit.types == (P, I)]
+        return [edit for edit in self.conversions if edit.types == (P, I) and edit.at == "output"]
 
     @property
     def slices(self) -> list[Conversion]:

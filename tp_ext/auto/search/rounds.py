@@ -12,13 +12,12 @@ from typing import Any
 from torch import nn
 
 from tp_ext.auto.record import progress
-from tp_ext.auto.record.dims import Atom, atoms, contains, length
+from tp_ext.auto.record.dims import Atom, Reason, atoms, contains, length
 from tp_ext.auto.record.edits import Conversion, Draw, Output
 from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
-from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Record, tensors
-from tp_ext.auto.search.choose import Cut, Decision, carries, choose, decisions
+from tp_ext.auto.search.choose import Cut, Decision, carries, choose, decisions, users_of_parameters
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
 from tp_ext.auto.search.flow import Finder, Flow
@@ -79,21 +78,8 @@ class Planner:
         for name, tensor in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
         self.names = {group[0]: group for group in names.values()}  # all names of a parameter, by its first
-        self.used_in = self._used_in()
+        self.used_in = users_of_parameters(record)
         self.called_by_name = {call.module for call in record.calls if any(path[0] == 1 for path, _ in call.inputs)}
-
-    def _used_in(self) -> dict[int, set[str]]:
-        """The modules that multiply or look up each parameter, by id."""
-        record, modules_of = self.record, dict[int, set[str]]()
-        for step in record.steps:
-            if step.name not in {"mm", "addmm", "bmm"} and not row_of(step.name).looks_up:
-                continue
-            for tensor in step.inputs:
-                while id(tensor) in record.maker and row_of(record.maker[id(tensor)].name).view:
-                    tensor = record.maker[id(tensor)].inputs[0]
-                if id(tensor) in record.parameters:
-                    modules_of.setdefault(id(tensor), set()).add(step.module)
-        return modules_of
 
     def may_shard(self, name: str, dim: int) -> bool:
         """True if hints, and the rounds before, allow a parameter to be sharded on a dim."""
@@ -130,8 +116,8 @@ class Planner:
 
     def leave_all(self, state: State, text: str) -> None:
         """Replicates everything: nothing smaller could be blamed, or the search takes too long."""
-        for name in state.cut:
-            self.why.setdefault(name, text)
+        for decision in state.decisions:
+            self.leave(decision, text)
 
     def check_constraints(self, state: State) -> None:
         sharded = [atom for decision in state.decisions for atom in decision.sharded]
@@ -247,9 +233,17 @@ class Planner:
             for name in names or (list(state.cut) if not problem.name else []):
                 dropped.setdefault(name, problem.text)
         for name, text in dropped.items():
-            for other in state.cut[name].parameters:
-                self.why.setdefault(other, text)
+            self.leave(state.cut[name], text)
         return bool(dropped)
+
+    def leave(self, decision: Decision, text: str, advice: Mapping[str, str] | None = None) -> None:
+        """Replicates the parameters of a decision, for a reason and with more advice for some of them."""
+        pinned = decision.atom.pinned
+        if pinned is None:
+            for name in decision.parameters:
+                self.why.setdefault(name, f"{text}; {advice[name]}" if advice and name in advice else text)
+        elif pinned.is_sum:  # other atoms of these parameters may be sharded yet
+            decision.atom.pinned = Reason(f"{pinned}, whose sum its call cannot complete: {text}")
 
     def leave_whole(self, state: State, mismatch: MismatchError) -> bool:
         """Replicates the parameters of the module, or of the nearest around it, and of all modules of its class."""
@@ -280,10 +274,9 @@ class Planner:
             kind = type(self.modules[mismatch.module])
             same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
             left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
+        tables = [name for name in state.cut if state.roles.get(name.rpartition(".")[0]) == "vocab"]
         for decision in left:
-            for name in decision.parameters:
-                is_table = state.roles.get(name.rpartition(".")[0]) == "vocab"
-                self.why.setdefault(name, f"{mismatch}; {TABLE_ADVICE}" if is_table else str(mismatch))
+            self.leave(decision, str(mismatch), dict.fromkeys(tables, TABLE_ADVICE))
         return True
 
     def localized(self, state: State) -> Localized:
@@ -295,6 +288,7 @@ class Planner:
             shardings=self.shardings(state),
             buffers=state.flow.buffers,
             slices=state.flow.slices,
+            calls=state.flow.calls,
             tokens=state.tokens.edits if state.tokens else [],
         )
         recorded = Recorded(
@@ -397,7 +391,7 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         flow = state.flow
-        edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers]
+        edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers, *flow.calls]
         self.together = [list(decision.parameters) for decision in state.decisions]
         self.local = dict(state.local)
         candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard, shares=self.shares))

@@ -22,6 +22,8 @@ from tp_ext.auto.record.keywords import by_place
 
 # Function -> the place of its sizes among the arguments
 SIZES = {"view": 1, "reshape": 1, "expand": 1, "unflatten": 2, "split": 1, "split_with_sizes": 1}
+NORMS = "layer_norm", "rms_norm"  # their sizes are the last of their argument
+SIZES.update(dict.fromkeys(NORMS, 1))
 SPLITS = "split", "split_with_sizes"  # the other sizes are lengths of results: those that give a shape are equal to it
 
 
@@ -170,6 +172,8 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Seq
         lengths = [shape[dim] for shape in shapes]
         # One size is that of all parts but the last. Another number of sections belongs to another call
         return lengths[:number] if number in (1, len(lengths)) else sizes.values
+    if name in NORMS:
+        return list(shapes[0][-number:])
     if name == "unflatten":
         dim = args[1] % args[0].dim()
         return list(shapes[0][dim : dim + number])
