@@ -94,3 +94,32 @@ def _compare(group: Any, kind: str, heads: int, kv_heads: int, p: int) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_calls_that_the_example_lacks(kind):
     run(_compare, MODELS[kind][-1], *MODELS[kind])
+
+
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_generates_from_an_encoder_where_the_example_has_labels(kind: str) -> None:
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1}
+    sizes: dict[str, Any] = {
+        "T5": {"d_kv": 4, "d_ff": 50, "num_layers": 2, "num_heads": 6, "dropout_rate": 0.0},
+        "Bart": {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
+                 "encoder_ffn_dim": 50, "decoder_ffn_dim": 50, "dropout": 0.0, "forced_eos_token_id": None},
+    }[kind]  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(vocab_size=96, d_model=24, **ids, **sizes)
+    dense = getattr(transformers, f"{kind}ForConditionalGeneration")(config).double()
+    plan = tp_ext.auto.plan(dense, {"input_ids": IDS, "labels": IDS}, 2)
+
+    def texts(model: nn.Module) -> list[Tensor]:
+        model.eval()
+        options = [{}, {"num_beams": 2}, {"use_cache": False}, {"attention_mask": RIGHT}]
+        return [model.generate(IDS, max_new_tokens=5, do_sample=False, **chosen) for chosen in options]
+
+    expected = texts(dense)
+
+    def sharded(group: Any) -> list[Tensor]:
+        model = copy.deepcopy(dense)
+        tp_ext.auto.apply(plan, model, group)
+        return texts(model)
+
+    for result in run(sharded, 2):
+        assert all(map(torch.equal, result, expected))

@@ -450,6 +450,9 @@ class Finder:
         return rest
 
     def may_sum_argument(self, id_: int, call: ModuleCall, at: int, after: int) -> bool:
+        # What the module returns is then the summed tensor, also for the uses of others and for the caller
+        if any(other is call for other, _ in self.returned_by.get(id_, ())):
+            return False
         if not after < call.start <= at < call.stop or any(
             Conversion(call.module, "argument", path, I, R, tokens=tokens) in self.banned
             for other, path in self.calls_with[id_]
@@ -509,7 +512,8 @@ class Finder:
         # that is not there, would be a collective for nothing
         for key, types in under.items():
             copy = self.summed[key][0]
-            if types != {SHARDS if copy.tokens else PARTIAL} or (key[0] in self.outputs and key[1] == 0):
+            is_returned = key[0] in self.outputs and key[1:] == (0, sys.maxsize)
+            if types != {SHARDS if copy.tokens else PARTIAL} or is_returned:
                 self.problem(
                     copy.module, f"the gradient of an {copy.at} of {copy.module or 'the model'} is {sorted(types)}"
                 )
