@@ -20,6 +20,7 @@ from torch.export import Dim
 import tp_ext
 from tests.helpers import small_gpt
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.simulated import run
 from tp_ext.export.trace import TracedCall, specs, trace
 
 MAX_SEQ = 12
@@ -165,6 +166,17 @@ def test_inputs_and_outputs(tmp_path):
         torch.testing.assert_close(y, expected["y"])
         torch.testing.assert_close(row, expected["row"][0])
         assert not y.requires_grad
+        more = {"bias": bias}
+        # The example's arguments in any order, its constants too
+        for again in (
+            exported(more=more, x=x),
+            exported(x=x, more=more, double=True),
+            exported(double=True, more=more, x=x),
+            exported(x, double=True, more=more),
+            exported(x, bias, True),
+            exported(x, more, double=True),
+        ):
+            assert torch.equal(again[0], y)
     for args, error in (
         (
             (torch.randn(10, 16), torch.randn(16)),
@@ -177,6 +189,19 @@ def test_inputs_and_outputs(tmp_path):
     ):
         with pytest.raises((ValueError, TypeError), match=error):
             exported(*args)
+    x, more = example["x"], example["more"]
+    for args, kwargs, error in (
+        ((), {"x": x, "more": more, "double": False}, "double: False must be True, a constant"),
+        ((x, more, False), {}, "double: False must be True, a constant"),
+        ((), {"x": x, "more": more, "double": x}, "double: a tensor must be True"),
+        ((), {"x": x, "more": more, "scale": 1.0}, r"scale: must be an argument of the example, of \['x', 'more.bias'"),
+        ((x,), {"x": x, "more": more}, "x: must be an argument of the example, .* each once"),
+        ((), {"x": x, "more": {"bias": x[0], "other": x}}, "more: must be an argument"),
+        ((), {"more": more}, "inputs: 1 tensors must be 2"),
+        ((x, more, x), {}, "inputs: 3 tensors must be 2"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            exported(*args, **kwargs)
     with pytest.raises(ValueError, match="without generate=True"):
         exported.generate(prompt(3), max_new_tokens=1)
 
@@ -221,6 +246,39 @@ def test_refused(model, options, error, tmp_path):
     with pytest.raises((ValueError, TypeError), match=error):
         tp_ext.export_model(model, torch.randn(2, 8), tmp_path / "export", **options)
     assert not (tmp_path / "export" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask must be left out"),
+        ({"attention_mask": torch.tensor([[True, True, False]])}, "attention_mask must be left out"),
+        ({"position_ids": torch.tensor([[0, 1, 2]])}, "position_ids must be left out"),
+        ({"attention_mask": torch.ones(1, 3)}, "dynamic_shapes: must be None"),  # what comes next
+        ({"labels": torch.tensor([[1, 2, 3]]), "use_cache": True}, "dynamic_shapes: must be None"),
+    ],
+    ids=["left", "right", "positions", "no padding", "labels"],
+)
+def test_a_step_takes_ids_alone(more, error, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes)).eval()
+    example = {"input_ids": torch.tensor([[1, 2, 3]]), **more}
+    with pytest.raises(ValueError, match=error):
+        tp_ext.export_model(model, example, tmp_path / "export", generate=True, max_seq=8, dynamic_shapes={})
+
+
+def test_simulated_ranks_are_refused(tmp_path):
+    def export_and_load(group):
+        model = tp_ext.ParallelMLP(8, 8, group=group).eval()
+        for act in (
+            lambda: tp_ext.export_model(model, torch.ones(2, 8), tmp_path / "export"),
+            lambda: tp_ext.load_exported(tmp_path / "export", group),
+        ):
+            with pytest.raises(ValueError, match="simulated ranks share a process"):
+                act()
+
+    run(export_and_load, 2)
 
 
 def test_length_without_a_bound():

@@ -64,14 +64,21 @@ def unregister(name: str) -> None:
             _unregister_process_group(name)  # type: ignore[arg-type]
 
 
+def check_processes(ranks: ProcessGroup | None) -> None:
+    """Raises ExportError for simulated ranks: the code of an export finds its group by a name, one in a process."""
+    if ranks is not None and dist.get_backend(ranks) == "simulated":
+        raise ExportError("group: simulated ranks share a process, and an export needs one for each; use torchrun")
+
+
 class ExportedModel:
     """A model that :func:`tp_ext.export_model` wrote, on its inputs in the order of ``manifest.inputs``.
 
-    Inputs are tensors, by position or by name, of the dtypes and shapes of the manifest. The result is the output, or a
-    tuple of several. Nothing is recorded for autograd.
+    Inputs are tensors, by position or by name, of the dtypes and shapes of the manifest; a caller may pass constants of
+    the example again. The result is the output, or a tuple of several. Nothing is recorded for autograd.
 
     Raises:
-        TypeError, ValueError: an input that the manifest does not describe; before any communication.
+        TypeError, ValueError: an input that the manifest does not describe, another value of a constant; before any
+            communication.
     """
 
     def __init__(self, manifest: Manifest, package: _ops.ExportedPackage, group: ParallelGroup) -> None:
@@ -88,14 +95,30 @@ class ExportedModel:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        inputs = pytree.tree_leaves(list(args))
         names = [spec.name for spec in self.manifest.inputs]
-        for name, value in kwargs.items():
-            of_argument = [other for other in names if other == name or other.startswith(f"{name}.")]
-            if not of_argument or names.index(of_argument[0]) != len(inputs):
-                raise TypeError(f"{name}: must be one of {names}, each once and in this order")
-            inputs += pytree.tree_leaves(value)
-        return inputs
+        arguments = self.manifest.arguments or dict.fromkeys(names)
+        values: dict[str, Any] = {}
+        places, extra = list(arguments), []
+        for leaf in pytree.tree_leaves(list(args)):
+            # A tensor is the next input, also where a caller leaves out the constants before it
+            while places and isinstance(leaf, Tensor) and arguments[places[0]] is not None:
+                places.pop(0)
+            if places:
+                values[places.pop(0)] = leaf
+            else:
+                extra.append(leaf)
+        for argument, value in kwargs.items():
+            parts = [name for name in arguments if name == argument or name.startswith(f"{argument}.")]
+            leaves = pytree.tree_leaves(value)
+            if not parts or values.keys() & parts or len(leaves) != len(parts):
+                raise TypeError(f"{argument}: must be an argument of the example, of {list(arguments)}, each once")
+            values.update(zip(parts, leaves, strict=True))
+        for name, value in values.items():
+            constant = arguments[name]
+            if constant is not None and (isinstance(value, Tensor) or repr(value) != constant):
+                shown = "a tensor" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"{name}: {shown} must be {constant}, a constant of the export")
+        return [values[name] for name in names if name in values] + extra
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the outputs as a list."""
@@ -203,6 +226,7 @@ def load_exported(folder: str | Path, group: Group = None) -> ExportedModel:
     """
     resolved = parallel_group(group)
     ranks = process_group(group) if resolved.size > 1 else None
+    check_processes(ranks)
     problem: ExportError | None = None
     model, export = None, "0"
     try:

@@ -72,6 +72,7 @@ class Manifest:
         vocab_size, max_seq: of an export that generates, else None.
         logits: of an export that generates: ``"gathered"`` of the whole vocabulary, or ``"sharded"``; else "".
         weights: of each rank. files: their sha256.
+        arguments: of the example, in their order; of a constant its ``repr``, of an input None.
     """
 
     id: str
@@ -88,6 +89,7 @@ class Manifest:
     logits: str
     weights: list[list[StoredWeight]]
     files: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str | None] = field(default_factory=dict)
     version: int = VERSION
 
     @classmethod

@@ -31,7 +31,10 @@ class TracedCall(nn.Module):
         self.places = [i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [paths[i][1] for i in self.places]
         positional = list(bound.signature.parameters)
-        self.names = [_argument_name(paths[i][0], positional) for i in self.places]
+        named = [(_argument_name(path, positional), leaf) for path, leaf in paths]
+        self.names = [named[i][0] for i in self.places]
+        # A caller may pass constants again, whose texts are compared
+        self.texts = {name: None if isinstance(leaf, Tensor) else repr(leaf) for name, leaf in named}
         self.output_names: list[str] = []
 
     def forward(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -19,7 +19,14 @@ from tp_ext._checks import check_flag, check_int, check_type
 from tp_ext._object_collectives import all_gather_objects, call_and_gather, call_on_all_ranks
 from tp_ext.export.decoding import DecodingStep
 from tp_ext.export.graph_groups import rename_group
-from tp_ext.export.load import ExportedModel, load_exported, name_of_export, register, unregister
+from tp_ext.export.load import (
+    ExportedModel,
+    check_processes,
+    load_exported,
+    name_of_export,
+    register,
+    unregister,
+)
 from tp_ext.export.manifest import (
     NAME,
     Manifest,
@@ -60,7 +67,7 @@ def export_model(
         model: of our layers, of :func:`tp_ext.auto`, or of :func:`tp_ext.huggingface.from_pretrained`; on the CPU, in
             eval mode; fp32, bf16 or fp64, also with weights in int8 or int4.
         example: the arguments of a call, the same on all ranks: a tensor, a tuple, or a dict of keyword arguments. What
-            is no tensor is a constant of the graph.
+            is no tensor is a constant of the graph, which a caller may pass again.
         folder: new or empty. It gets ``manifest.json``, and of each rank ``rank_00000.pt2``, ``rank_00000.weights``.
         dynamic_shapes: as of ``torch.export.export``, by the names of the arguments; default: those of the example.
         generate: exports a step of decoding with static caches, for :meth:`ExportedModel.generate`. The model is
@@ -76,6 +83,7 @@ def export_model(
     """
     group = _group_of(model)
     ranks = process_group(group.name) if group.name else None
+    check_processes(ranks)
     folder = Path(folder)
     with torch.no_grad():
         call_on_all_ranks(ranks, lambda: _check(model, generate, max_seq, batch))
@@ -162,6 +170,11 @@ def _call(
         ids = call.tensors[0] if call.tensors else None
         if ids is None or ids.dtype != torch.int64 or ids.dim() != 2 or ids.shape[0] != batch or max_seq is None:
             raise ValueError(f"example: must be a prompt, an int64 tensor [batch = {batch}, n]")
+        for name, tensor in zip(call.names[1:], call.tensors[1:], strict=True):
+            if name != "labels" and (name != "attention_mask" or not tensor.bool().all()):
+                raise ValueError(
+                    f"example: {name} must be left out with generate=True: texts have no padding, and a step takes ids"
+                )
         if ids.shape[1] == 1 and max_seq > 1:
             ids = ids.repeat(1, 2)  # torch.export takes a length of one for a constant
         step = DecodingStep(model, ids[:, :max_seq].contiguous(), max_seq)
@@ -228,6 +241,7 @@ def _write(
             logits="" if decoding is None else "gathered" if decoding.vocab_size == outputs[0].shape[-1] else "sharded",
             weights=[stored for stored, _ in of_ranks],
             files={name: value for _, digests in of_ranks for name, value in digests.items()},
+            arguments=call.texts if isinstance(call, TracedCall) else {},
         ).write(folder)
     call_on_all_ranks(ranks, lambda: None)  # the manifest is written
 
