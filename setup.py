@@ -164,7 +164,9 @@ class BuildExt(build_ext):
             rpath = {
                 "runtime_library_dirs": [*LIBRARY_PATHS, *([cpp_extension.TORCH_LIB_PATH] if self.in_sources else [])]
             }
-            link(of_library, str(path / "libtp_ext.so"), libraries=without_python, **{**options, **rpath})
+            exports = [*(options.get("extra_postargs") or []), "-Wl,--version-script=csrc/libtp_ext.map"]
+            of_library_alone = {"libraries": without_python, "extra_postargs": exports, **rpath}
+            link(of_library, str(path / "libtp_ext.so"), **{**options, **of_library_alone})
             folders = {"library_dirs": [*options["library_dirs"], str(path)], "runtime_library_dirs": ["$ORIGIN"]}
             of_module = [file for file in objects if OF_MODULE.search(file)]
             link(of_module, module, libraries=["tp_ext", *libraries], **{**options, **folders})

@@ -10,7 +10,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <sys/utsname.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -22,6 +21,7 @@
 #include <sstream>
 #include <unordered_map>
 
+#include "api/compiled_graph.h"
 #include "api/group_alias.h"
 #include "api/json.h"
 #include "api/sha256.h"
@@ -33,9 +33,10 @@ namespace {
 
 using json::Value;
 
-std::string file_name(int64_t rank, const char* suffix) {
+// The files of a rank begin with it
+std::string prefix_of(int64_t rank) {
   char name[64];
-  std::snprintf(name, sizeof name, "rank_%05lld.%s", static_cast<long long>(rank), suffix);
+  std::snprintf(name, sizeof name, "rank_%05lld.", static_cast<long long>(rank));
   return name;
 }
 
@@ -88,13 +89,13 @@ void check_place(const Value& manifest, const Group& group) {
 
 // The bytes of a file, mapped, after a look at their digest
 at::Tensor checked_file(const std::filesystem::path& folder, const std::string& name,
-                        const Value& manifest) {
+                        const std::string& digest) {
   const auto path = folder / name;
   TORCH_CHECK_VALUE(std::filesystem::is_regular_file(path), "folder: ", path, " does not exist");
   const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
   const at::Tensor bytes = at::from_file(path.string(), false, size, at::kByte);
-  TORCH_CHECK_VALUE(sha256(bytes.const_data_ptr(), size) == manifest.at("files").at(name).string(),
-                    "folder: ", path, " is another file than the one that was exported");
+  TORCH_CHECK_VALUE(sha256(bytes.const_data_ptr(), size) == digest, "folder: ", path,
+                    " is another file than the one that was exported");
   return bytes;
 }
 
@@ -140,24 +141,27 @@ void agree(const Group& group, const std::string& problem, const std::string& id
 struct ExportedModel::Parts {
   Value manifest;
   ParallelGroup group;
-  at::Tensor bytes;  // of the weights, which the package reads where they are
-  std::unordered_map<std::string, at::Tensor> weights;
   std::unique_ptr<GroupAlias> name;
-  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> package;
+  std::unique_ptr<CompiledGraph> graph;
   std::vector<at::Tensor> caches;
 
   void load(const std::filesystem::path& folder, const Group& of_ranks) {
     group = of_ranks;
     manifest = read_manifest(folder);
     check_place(manifest, of_ranks);
-    const std::string file = file_name(group.rank, "pt2");
-    checked_file(folder, file, manifest);
-    bytes = checked_file(folder, file_name(group.rank, "weights"), manifest);
-    weights = weights_of(bytes, manifest.at("weights").items.at(group.rank));
-    package = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
-        (folder / file).string(), "model", /*run_single_threaded=*/true);
-    package->load_constants(weights, /*use_inactive=*/false, /*check_full_update=*/true,
-                            /*user_managed=*/true);
+    const std::string prefix = prefix_of(group.rank);
+    at::Tensor bytes;  // of the weights
+    std::string library;
+    for (const auto& [name, digest] : manifest.at("files").members) {
+      if (name.rfind(prefix, 0) != 0) continue;
+      const at::Tensor file = checked_file(folder, name, digest.string());
+      if (name == prefix + "weights") bytes = file;
+      if (std::filesystem::path(name).extension() == ".so") library = name;
+    }
+    TORCH_CHECK_VALUE(bytes.defined() && !library.empty(),
+                      "folder: the manifest names no weights or no library of rank ", group.rank);
+    graph = std::make_unique<CompiledGraph>((folder / library).string());
+    graph->load_weights(weights_of(bytes, manifest.at("weights").items.at(group.rank)));
     if (of_ranks.process_group())
       name = std::make_unique<GroupAlias>("tp_ext.export." + manifest.at("id").string(), of_ranks);
     if (generates())
@@ -222,7 +226,7 @@ std::vector<at::Tensor> ExportedModel::operator()(const std::vector<at::Tensor>&
     tensors.push_back(inputs[i].detach().contiguous());
   }
   const c10::NoGradGuard no_graph;
-  return parts_->package->run(tensors);
+  return parts_->graph->run(tensors);
 }
 
 at::Tensor ExportedModel::generate(const at::Tensor& prompt, const GenerateOptions& options,
@@ -250,7 +254,7 @@ at::Tensor ExportedModel::generate(const at::Tensor& prompt, const GenerateOptio
   int64_t position = 0;
   for (int64_t i = 0; i < options.max_new_tokens; ++i) {
     inputs[1] = at::scalar_tensor(position, at::kLong);
-    const at::Tensor logits = parts_->package->run(inputs).at(0);
+    const at::Tensor logits = parts_->graph->run(inputs).at(0);
     position += inputs[0].size(1);
     const at::Tensor next = vocab_parallel_sample(logits, ranks, sample).unsqueeze(1);
     texts.push_back(next);

@@ -56,6 +56,10 @@ void run(Results& results, const std::string& name, Module& module, std::vector<
         results.add(at + "/grad/" + item.key(), item.value().grad());
     optimizer.step();
   }
+  results.add(name + "/norm", tp_ext::clip_grad_norm_(*module, 0.05));
+  for (const auto& item : module->named_parameters())
+    if (item.value().grad().defined())
+      results.add(name + "/clipped/" + item.key(), item.value().grad());
 }
 
 struct Setting {
@@ -92,6 +96,10 @@ void run_modules(Results& r, const std::string& prefix, const Setting& s) {
                                     .gather_output(true)
                                     .parts({{7}, {7}})
                                     .init(tp_ext::Normal(0.02)));
+    r.add(prefix + "truncated",
+          tnn::ColumnParallelLinear(tnn::ColumnParallelLinearOptions(12, 7).group(g).init(
+                                        tp_ext::TruncatedNormal{0.1, 0.5, -0.4, 0.3}))
+              ->weight);
     run(r, prefix + "gathered", m, {x}, [&](auto& in) { return m->forward(in[0], total); });
   }
   {
@@ -149,6 +157,7 @@ void run_modules(Results& r, const std::string& prefix, const Setting& s) {
     run(r, prefix + "head", h, {x}, [&](auto& in) {
       return h->loss(in[0], ids, {.label_smoothing = 0.1, .z_loss = 1e-3}, total);
     });
+    r.add(prefix + "head/logits", h->forward(x, total));
     r.add(prefix + "head/argmax", h->argmax(x, total));
     tp_ext::manual_seed(9);
     r.add(prefix + "head/sample", h->sample(x, {.top_k = 5, .top_p = 0.9}, total));
@@ -161,6 +170,9 @@ void run_modules(Results& r, const std::string& prefix, const Setting& s) {
     y.sum().backward();
     r.add(prefix + "dropout/y", y);
     r.add(prefix + "dropout/dx", leaf.grad());
+    r.add(prefix + "dropout/again", m->forward(leaf, {}, total));
+    m->eval();
+    r.add(prefix + "dropout/eval", m->forward(leaf, x, total));
   }
 }
 
@@ -182,6 +194,20 @@ void run_functions(Results& r, const std::string& prefix, const Setting& s) {
   record("all_gather", own, [&](auto& t) { return tp_ext::all_gather_region(t, g) * 1; });
   record("reduce_scatter", own, [&](auto& t) { return tp_ext::reduce_scatter_region(t, g) * 1; });
   record("all_to_all", own, [&](auto& t) { return tp_ext::all_to_all_region(t, g, 0, 1) * 1; });
+  const Tensor seven = numbers({7, 7}, 12, s.dtype);  // 2 and 3 ranks do not divide it
+  std::vector<int64_t> sizes;
+  for (const Tensor& rows : seven.tensor_split(g.size())) sizes.push_back(rows.size(0));
+  const Tensor mine = seven.tensor_split(g.size())[rank].contiguous();
+  const Tensor part = numbers({7, 7}, 40 + rank, s.dtype);
+  record("scatter_uneven", seven, [&](auto& t) { return tp_ext::scatter_to_region(t, g) * 1; });
+  record("gather_uneven", mine,
+         [&](auto& t) { return tp_ext::gather_from_region(t, g, 0, sizes) * 1; });
+  record("all_gather_uneven", mine,
+         [&](auto& t) { return tp_ext::all_gather_region(t, g, 0, sizes) * 1; });
+  record("reduce_scatter_uneven", part,
+         [&](auto& t) { return tp_ext::reduce_scatter_region(t, g, 0, sizes) * 1; });
+  record("all_to_all_uneven", mine,
+         [&](auto& t) { return tp_ext::all_to_all_region(t, g, 1, 0, sizes, sizes) * 1; });
   const auto columns = numbers({5, 11}, 11, s.dtype).tensor_split(g.size(), -1);
   const Tensor logits = columns[static_cast<size_t>(g.rank())].contiguous();
   const Tensor targets = at::arange(5, at::kLong);
@@ -276,13 +302,27 @@ void check_groups(const tp_ext::Group& first) {
   check_says(error_of(wait_for_a_rank_that_never_comes), "waited 1000 ms for rank");
 }
 
+// Generates texts until it is ended
+void generate(const std::string& folder, const tp_ext::Group& group) {
+  tp_ext::ExportedModel model(folder, group);
+  const Tensor prompt = at::ones({1, 1}, at::kLong);
+  while (true) std::cout << model.generate(prompt, {.max_new_tokens = 4}).size(1) << std::endl;
+}
+
 }  // namespace
 
-int main(int, char** argv) {
+// With another argument, FOLDER is an export
+int main(int argc, char** argv) {
   const std::string folder = argv[1];
   const tp_ext::Group group = std::getenv("RANK") != nullptr
                                   ? tp_ext::init_group({.timeout = std::chrono::seconds(60)})
                                   : tp_ext::Group();
+  if (argc > 2) try {
+      generate(folder, group);
+    } catch (const std::exception& error) {
+      std::cerr << error.what() << std::endl;
+      return 1;
+    }
   Results results;
   for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16}) {
     const std::string name = std::string(c10::toString(dtype)) + "/";

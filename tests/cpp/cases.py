@@ -62,6 +62,10 @@ class Cases:
                 if param.grad is not None:
                     self.add(f"{name}/{step}/grad/{key}", param.grad)
             optimizer.step()
+        self.add(f"{name}/norm", tp_ext.clip_grad_norm_(module, 0.05))
+        for key, param in module.named_parameters():
+            if param.grad is not None:
+                self.add(f"{name}/clipped/{key}", param.grad)
 
     def modules(self, prefix, dtype, sp):
         options = {"group": self.group, "sequence_parallel": sp}
@@ -75,6 +79,8 @@ class Cases:
         tp_ext.manual_seed(2)
         init = tp_ext.random.Normal(0.0, 0.02)
         gathered = tp_ext.ColumnParallelLinear(12, 14, bias=False, gather_output=True, parts=(7, 7), init=init, **typed)
+        truncated = tp_ext.random.TruncatedNormal(0.1, 0.5, -0.4, 0.3)
+        self.add(f"{prefix}truncated", tp_ext.ColumnParallelLinear(12, 7, group=self.group, init=truncated).weight)
         self.run(f"{prefix}gathered", gathered, [x], lambda x: gathered(x, 8))
         tp_ext.manual_seed(3)
         row = tp_ext.RowParallelLinear(7, 12, **typed)
@@ -106,6 +112,7 @@ class Cases:
         self.run(f"{prefix}embedding", embedding, [ids], embedding)
         head = tp_ext.VocabParallelLMHead(12, 11, bias=True, **typed)
         self.run(f"{prefix}head", head, [x], lambda x: head.loss(x, ids, 8, label_smoothing=0.1, z_loss=1e-3))
+        self.add(f"{prefix}head/logits", head(x, 8))
         self.add(f"{prefix}head/argmax", head.argmax(x, 8))
         tp_ext.manual_seed(9)
         self.add(f"{prefix}head/sample", head.sample(x, 8, top_k=5, top_p=0.9))
@@ -117,6 +124,9 @@ class Cases:
         y.sum().backward()
         self.add(f"{prefix}dropout/y", y)
         self.add(f"{prefix}dropout/dx", leaf.grad)
+        self.add(f"{prefix}dropout/again", dropout(leaf, total_tokens=8))
+        dropout.eval()
+        self.add(f"{prefix}dropout/eval", dropout(leaf, x, 8))
 
     def functions(self, prefix, dtype):
         group, rank = self.group, self.rank
@@ -135,6 +145,14 @@ class Cases:
             short = name.removesuffix("_to").removesuffix("_from")
             record(short, value, lambda t, region=region: region(t, group) * 1)
         record("all_to_all", own, lambda t: tp_ext.all_to_all_region(t, group, 0, 1) * 1)
+        seven, part = numbers((7, 7), 12, dtype), numbers((7, 7), 40 + rank, dtype)
+        sizes = [len(rows) for rows in seven.tensor_split(self.size)]
+        mine = seven.tensor_split(self.size)[rank].contiguous()
+        record("scatter_uneven", seven, lambda t: tp_ext.scatter_to_region(t, group) * 1)
+        record("gather_uneven", mine, lambda t: tp_ext.gather_from_region(t, group, 0, sizes) * 1)
+        record("all_gather_uneven", mine, lambda t: tp_ext.all_gather_region(t, group, 0, sizes) * 1)
+        record("reduce_scatter_uneven", part, lambda t: tp_ext.reduce_scatter_region(t, group, 0, sizes) * 1)
+        record("all_to_all_uneven", mine, lambda t: tp_ext.all_to_all_region(t, group, 1, 0, sizes, sizes) * 1)
         logits = numbers((5, 11), 11, dtype).tensor_split(self.size, -1)[rank].contiguous()
         for reduction in ("mean", "sum", "none"):
             record(

@@ -51,20 +51,18 @@ def free_port():
         return listening.getsockname()[1]
 
 
-def run_ranks(p: int, *command: str | Path, timeout: float = 120) -> list[str]:
-    """Returns the output of each of p processes; the only folder of their PATH has no Python."""
+def start_ranks(p: int, *command: str | Path, stderr: int = subprocess.STDOUT) -> list[subprocess.Popen]:
+    """Starts p processes; the only folder of their PATH has no Python."""
     port, alone = str(free_port()), {"PATH": "/nowhere", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     of_job = {"WORLD_SIZE": str(p), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=alone | ({"RANK": str(rank)} | of_job if p > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(p)
-    ]
+    options = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    environments = [alone | ({"RANK": str(rank)} | of_job if p > 1 else {}) for rank in range(p)]
+    return [subprocess.Popen(command, env=environment, **options) for environment in environments]
+
+
+def run_ranks(p: int, *command: str | Path, timeout: float = 120) -> list[str]:
+    """Returns the output of each of p processes."""
+    ranks = start_ranks(p, *command)
     try:
         texts = [rank.communicate(timeout=timeout)[0] for rank in ranks]
     finally:
@@ -168,15 +166,10 @@ def test_gloo(programs):
     assert of_gloo == of_shm  # of two ranks each sum has one order
 
 
-def test_a_killed_rank_is_a_sentence(programs, tmp_path):
-    of_job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [programs / "examples" / "train", "--data", DATA, "--steps", "1000000"]
-    ranks = [
-        subprocess.Popen(
-            command, env=of_job | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
+def test_a_killed_rank_is_a_sentence(programs):
+    ranks = start_ranks(
+        2, programs / "examples" / "train", "--data", DATA, "--steps", "1000000", stderr=subprocess.PIPE
+    )
     try:
         ranks[0].stdout.read(1)  # the job runs
         ranks[1].kill()
@@ -196,6 +189,18 @@ def test_the_programs_and_the_library_know_no_python(programs):
         assert not re.search("python", re.sub(r"\S*site-packages\S*", "", linked)), linked
     names = subprocess.run(["nm", "-D", PACKAGE / "libtp_ext.so"], capture_output=True, text=True, check=True).stdout
     assert not re.search(r" _?Py[A-Z_]| THP", names)
+
+
+def test_the_library_shows_its_interface_alone():
+    """Others would be found by other libraries of a program, in place of theirs."""
+    headers = [*ROOT.glob("tp_ext/include/tp_ext/*.h"), *ROOT.glob("csrc/**/*.h")]
+    text = " ".join(file.read_text() for file in headers)
+    declared = set(re.findall(r"TP_EXT_API [^;({]*?(\w+) ?(?:\(| : | \{|\{)", text))
+    command = ["nm", "-DC", "--defined-only", PACKAGE / "libtp_ext.so"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {re.sub(r"^\S+ \w ", "", line).partition("(")[0] for line in lines}
+    others = [name for name in names if not declared & set(re.findall(r"\w+", name))]
+    assert len(declared) > 40 and not others, sorted(others)[:20]
 
 
 @pytest.mark.parametrize(
@@ -241,26 +246,69 @@ def export_and_continue(group, folder, prompts, options):
         return [exported.generate(ids, **options).tolist() for ids in prompts]
 
 
-@pytest.mark.parametrize("p", [2, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (1, 3))])
-def test_the_program_prints_the_ids_of_python(programs, tmp_path, p):
-    folder, prompts = tmp_path / "export", [prompt(1), prompt(5)]
+@pytest.fixture(scope="module", params=[2, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (1, 3))])
+def exported(request, tmp_path_factory):
+    """The number of ranks, the folder of an export, prompts, and their continuations by Python."""
+    folder, prompts = tmp_path_factory.mktemp("exported") / "export", [prompt(1), prompt(5)]
     options = {"max_new_tokens": 6, "temperature": 0.8, "seed": 3}
-    expected = run(export_and_continue, p, folder, prompts, options, timeout=SECONDS)[0]
+    texts = run(export_and_continue, request.param, folder, prompts, options, timeout=SECONDS)[0]
+    return request.param, folder, [ids[0].tolist() for ids in prompts], [text[0] for text in texts]
+
+
+def test_the_program_prints_the_ids_of_python(programs, exported):
+    p, folder, prompts, texts = exported
     command = [programs / "examples" / "generate", folder, "--backend", "gloo", "--max-new-tokens", "6", "--prompt"]
-    for ids, text in zip(prompts, expected, strict=True):
-        given = ",".join(map(str, ids[0].tolist()))
-        printed = run_ranks(p, *command, given, "--temperature", "0.8", "--seed", "3")
-        assert printed[0].strip() == ",".join(map(str, text[0]))
+    for ids, text in zip(prompts, texts, strict=True):
+        printed = run_ranks(p, *command, ",".join(map(str, ids)), "--temperature", "0.8", "--seed", "3")
+        assert printed[0].strip() == ",".join(map(str, text))
+
+
+def test_the_program_refuses_other_exports(programs, exported, tmp_path):
+    p, folder, _, _ = exported
     manifest = json.loads((folder / "manifest.json").read_text())
+    weights, library = "rank_00000.weights", next(name for name in manifest["files"] if name.endswith(".so"))
     for number, (changes, error) in enumerate(
         [
             ({"torch": "2.0.0"}, "must be the version of the export, 2.0.0"),
             ({"isa": ["avx9000"]}, "this processor has no avx9000"),
             ({"p": 9}, "must be the 9 of the export"),
-            ({"files": manifest["files"] | {"rank_00000.weights": "0"}}, "another file than the one that was exported"),
+            ({"files": manifest["files"] | {weights: "0"}}, "another file than the one that was exported"),
+            ({"files": manifest["files"] | {library: "0"}}, "another file than the one that was exported"),
+            ({"files": {weights: manifest["files"][weights]}}, "names no weights or no library of rank 0"),
         ]
     ):
         other = shutil.copytree(folder, tmp_path / f"changed{number}")
         (other / "manifest.json").write_text(json.dumps(manifest | changes))
         with pytest.raises(AssertionError, match=error):
             run_ranks(p, programs / "examples" / "generate", other, "--backend", "gloo", "--prompt", "1")
+    with pytest.raises(AssertionError, match="has no manifest"):
+        run_ranks(p, programs / "examples" / "generate", tmp_path, "--prompt", "1")
+
+
+def files_to_leave(process, *folders):
+    """The files that a process has mapped from folders of temporary files, other than those of these folders."""
+    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[5] for line in maps if line.count("/")}
+    kept = [file for file in files if file.startswith(("/tmp/", "/dev/shm/")) and not file.endswith(" (deleted)")]
+    return [file for file in kept if not file.startswith(tuple(f"{folder}/" for folder in folders))]
+
+
+def test_two_programs_at_once_of_which_one_loses_a_rank(programs, exported):
+    """What a process has mapped and not deleted it would leave when it is killed."""
+    p, folder, _, _ = exported
+    jobs = [start_ranks(p, programs / "cases", folder, "generate", stderr=subprocess.PIPE) for _ in range(2)]
+    try:
+        for rank in (*jobs[0], *jobs[1]):
+            assert rank.stdout.readline() == "5\n", rank.communicate()
+            assert f"{folder}/rank_" in Path(f"/proc/{rank.pid}/maps").read_text()
+            assert not files_to_leave(rank, folder, programs)
+        jobs[0][-1].kill()
+        for rank in jobs[0][:-1]:
+            _, error = rank.communicate(timeout=60)
+            assert rank.returncode == 1 and re.search(rf"tp_shm: rank \d of {p}.*: rank {p - 1} has died", error), error
+        for rank in jobs[1]:
+            assert rank.stdout.readline() == "5\n"
+    finally:
+        for rank in (*jobs[0], *jobs[1]):
+            rank.kill()
+            rank.communicate()

@@ -97,7 +97,8 @@ def check_refusals(folder, group):
         (with_manifest(p=7), "must be the 7 of the export"),
         (folder / "none", "has no manifest.json"),
     ]
-    for name in (f"rank_{last:05}.pt2", f"rank_{last:05}.weights"):
+    library = next(name for name in manifest["files"] if name.startswith(f"rank_{last:05}.") and name.endswith(".so"))
+    for name in (library, f"rank_{last:05}.weights"):
         changed = with_manifest()
         if rank == 0:
             content = bytearray((changed / name).read_bytes())

@@ -1,4 +1,4 @@
-"""Packages of AOTInductor, as csrc/api/exported_package.cpp runs them."""
+"""Graphs that AOTInductor compiled, as csrc/api/compiled_graph.cpp runs them."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class ExportedPackage(Protocol):
+class CompiledGraph(Protocol):
     """A compiled graph of lists of tensors."""
 
     def weight_names(self) -> list[str]:
@@ -19,7 +19,7 @@ class ExportedPackage(Protocol):
         """Returns the outputs."""
 
 
-def exported_package(path: str) -> ExportedPackage:
-    """Loads the package in a file."""
-    package: ExportedPackage = torch.classes.tp_ext.ExportedPackage(path)
-    return package
+def compiled_graph(library: str) -> CompiledGraph:
+    """Loads the graph in a shared library, whose operators are in a file beside it."""
+    graph: CompiledGraph = torch.classes.tp_ext.CompiledGraph(library)
+    return graph

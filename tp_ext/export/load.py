@@ -23,7 +23,6 @@ from tp_ext.export.manifest import (
     dtype_name,
     dtype_of,
     map_weights,
-    package_name,
     processor,
     weights_name,
 )
@@ -81,9 +80,9 @@ class ExportedModel:
             communication.
     """
 
-    def __init__(self, manifest: Manifest, package: _ops.ExportedPackage, group: ParallelGroup) -> None:
+    def __init__(self, manifest: Manifest, graph: _ops.CompiledGraph, group: ParallelGroup) -> None:
         self.manifest, self.group = manifest, group
-        self._package = package
+        self._graph = graph
         self._caches = [
             torch.zeros([int(n) for n in spec.shape], dtype=dtype_of(spec.dtype))
             for spec in manifest.inputs
@@ -130,7 +129,7 @@ class ExportedModel:
         lengths: dict[str, int] = {}
         for tensor, spec in zip(tensors, specs, strict=True):
             self._check(tensor, spec, lengths)
-        return self._package.run([tensor.detach().contiguous() for tensor in tensors])
+        return self._graph.run([tensor.detach().contiguous() for tensor in tensors])
 
     def _check(self, tensor: Any, spec: TensorSpec, lengths: dict[str, int]) -> None:
         if not isinstance(tensor, Tensor) or dtype_name(tensor.dtype) != spec.dtype or tensor.device.type != "cpu":
@@ -201,7 +200,7 @@ class ExportedModel:
         ids, new = prompt, prompt
         for _ in range(max_new_tokens):
             position = torch.tensor(ids.shape[1] - new.shape[1])
-            logits = self._package.run([new.contiguous(), position, *self._caches])[0]
+            logits = self._graph.run([new.contiguous(), position, *self._caches])[0]
             new = vocab_parallel_sample(logits, group, **options)[:, None]
             ids = torch.cat([ids, new], 1)
             if (callback is not None and not callback(int(new))) or (stop and int(new) in stop):
@@ -259,19 +258,19 @@ def _check_place(manifest: Manifest, group: ParallelGroup) -> None:
 
 
 def _check_files(manifest: Manifest, folder: Path, rank: int) -> None:
-    for name in (package_name(rank), weights_name(rank)):
+    for name in manifest.files_of(rank):
         path = folder / name
         if not path.is_file():
             raise ExportError(f"folder: {path} does not exist")
-        if digest(path) != manifest.files.get(name):
+        if digest(path) != manifest.files[name]:
             raise ExportError(f"folder: {path} is another file than the one that was exported")
 
 
 def _load(manifest: Manifest, folder: Path, group: ParallelGroup) -> ExportedModel:
-    package = _ops.exported_package(str(folder / package_name(group.rank)))
+    graph = _ops.compiled_graph(str((folder / manifest.library_of(group.rank)).resolve()))
     weights = map_weights(folder / weights_name(group.rank), manifest.weights[group.rank])
-    package.load_weights(weights)
-    model = ExportedModel(manifest, package, group)
+    graph.load_weights(weights)
+    model = ExportedModel(manifest, graph, group)
     if group.name:
         name = name_of_export(manifest.id)
         register(name, process_group(group.name))

@@ -117,11 +117,27 @@ class Manifest:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ExportError(f"folder: {path} is not the manifest of an export: {error}") from error
 
+    def files_of(self, rank: int) -> list[str]:
+        """Returns the names of a rank's files."""
+        return [name for name in self.files if name.startswith((f"{package_name(rank)}/", weights_name(rank)))]
+
+    def library_of(self, rank: int) -> str:
+        """Returns the name of a rank's library.
+
+        Raises:
+            ExportError: the manifest names none.
+        """
+        for name in self.files_of(rank):
+            if name.endswith(".so"):
+                return name
+        raise ExportError(f"folder: its {NAME} names no library of rank {rank}")
+
     def write(self, folder: Path) -> None:
         (folder / NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def package_name(rank: int) -> str:
+    """Returns the name of a rank's folder of compiled code: a package of AOTInductor, unpacked."""
     return f"rank_{rank:05}.pt2"
 
 

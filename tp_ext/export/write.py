@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor.package import package_aoti
 from torch.distributed import ProcessGroup
 from torch.export import Dim, ExportedProgram
 
@@ -68,7 +68,8 @@ def export_model(
             eval mode; fp32, bf16 or fp64, also with weights in int8 or int4.
         example: the arguments of a call, the same on all ranks: a tensor, a tuple, or a dict of keyword arguments. What
             is no tensor is a constant of the graph, which a caller may pass again.
-        folder: new or empty. It gets ``manifest.json``, and of each rank ``rank_00000.pt2``, ``rank_00000.weights``.
+        folder: new or empty. It gets ``manifest.json``, and of each rank ``rank_00000.weights`` and a folder
+            ``rank_00000.pt2``, an unpacked package of AOTInductor.
         dynamic_shapes: as of ``torch.export.export``, by the names of the arguments; default: those of the example.
         generate: exports a step of decoding with static caches, for :meth:`ExportedModel.generate`. The model is
             causal: of our layers with ``forward(ids, caches=)``, or of transformers. ``example`` is a prompt.
@@ -217,9 +218,11 @@ def _write(
         described.append(specs(program, call.names, call.output_names))
         rename_group(program, group, name_of_export(export))
         with _named(export, ranks):
-            _compile(program, folder / package_name(group.rank))
-        stored = _write_weights(program, folder, group.rank)
-        return stored, {name: digest(folder / name) for name in (package_name(group.rank), weights_name(group.rank))}
+            files = _compile(program, folder / package_name(group.rank))
+        library = next(file for file in files if file.suffix == ".so")
+        files.append(folder / weights_name(group.rank))
+        stored = _write_weights(program, library, files[-1])
+        return stored, {file.relative_to(folder).as_posix(): digest(file) for file in files}
 
     described: list[Any] = []
     of_ranks = call_and_gather(ranks, write)
@@ -259,19 +262,23 @@ def _named(export: str, ranks: ProcessGroup | None) -> Iterator[None]:
         unregister(name_of_export(export))
 
 
-def _compile(program: ExportedProgram, path: Path) -> None:
+def _compile(program: ExportedProgram, package: Path) -> list[Path]:
+    """Writes a package of AOTInductor as a folder, where the graph is loaded in place. Returns its files."""
+    contents = package / "data" / "aotinductor" / "model"  # as in an archive
+    contents.mkdir(parents=True)
     # A folder of the rank's own: the code of two ranks may be alike, and they would write one file
-    with tempfile.TemporaryDirectory(prefix="tp_ext_export_") as scratch:
+    with tempfile.TemporaryDirectory(prefix=".compiling_", dir=package) as scratch:
         options = {**_COMPILER, "aot_inductor.package": True, "aot_inductor.output_path": scratch}
         args, kwargs = program.example_inputs
         files: Any = torch._inductor.aot_compile(program.module(check_guards=False), args, kwargs, options=options)
-        package_aoti(str(path), files)
+        needed = [Path(file) for file in files if str(file).endswith((".so", ".json"))]
+        return [Path(shutil.copyfile(file, contents / file.name)) for file in needed]
 
 
-def _write_weights(program: ExportedProgram, folder: Path, rank: int) -> list[StoredWeight]:
-    package = _ops.exported_package(str(folder / package_name(rank)))
+def _write_weights(program: ExportedProgram, library: Path, path: Path) -> list[StoredWeight]:
+    graph = _ops.compiled_graph(str(library.resolve()))
     tensors = {**program.state_dict, **program.constants}
-    return write_weights(folder / weights_name(rank), {name: tensors[name] for name in sorted(package.weight_names())})
+    return write_weights(path, {name: tensors[name] for name in sorted(graph.weight_names())})
 
 
 class _Difference:
