@@ -143,6 +143,7 @@ struct ExportedModel::Parts {
   ParallelGroup group;
   std::unique_ptr<GroupAlias> name;
   std::unique_ptr<CompiledGraph> graph;
+  std::vector<Value> inputs;  // of this rank, which may have more heads than another
   std::vector<at::Tensor> caches;
 
   void load(const std::filesystem::path& folder, const Group& of_ranks) {
@@ -164,11 +165,13 @@ struct ExportedModel::Parts {
     graph->load_weights(weights_of(bytes, manifest.at("weights").items.at(group.rank)));
     if (of_ranks.process_group())
       name = std::make_unique<GroupAlias>("tp_ext.export." + manifest.at("id").string(), of_ranks);
-    if (generates())
-      for (const Value& spec : manifest.at("inputs").items)
-        if (spec.at("name").string().rfind("caches.", 0) == 0)
-          caches.push_back(
-              at::zeros(spec.at("shape").integers(), dtype_of(spec.at("dtype").string())));
+    inputs = manifest.at("inputs").items;
+    const auto& shapes = manifest.at("caches").items.at(group.rank).items;  // of the last inputs
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      Value& spec = inputs.at(inputs.size() - shapes.size() + i);
+      spec.members["shape"] = shapes[i];
+      caches.push_back(at::zeros(shapes[i].integers(), dtype_of(spec.at("dtype").string())));
+    }
   }
 
   bool generates() const { return manifest.at("max_seq").kind == Value::kInteger; }
@@ -216,7 +219,7 @@ ExportedModel& ExportedModel::operator=(ExportedModel&&) noexcept = default;
 ExportedModel::~ExportedModel() = default;
 
 std::vector<at::Tensor> ExportedModel::operator()(const std::vector<at::Tensor>& inputs) {
-  const auto& specs = parts_->manifest.at("inputs").items;
+  const auto& specs = parts_->inputs;
   TORCH_CHECK_VALUE(inputs.size() == specs.size(), "inputs: ", inputs.size(), " tensors must be ",
                     specs.size());
   std::map<std::string, int64_t> lengths;
@@ -235,7 +238,7 @@ at::Tensor ExportedModel::generate(const at::Tensor& prompt, const GenerateOptio
   TORCH_CHECK_VALUE(options.max_new_tokens >= 1, "max_new_tokens: ", options.max_new_tokens,
                     " must be at least 1");
   std::map<std::string, int64_t> lengths;
-  parts_->check(prompt, parts_->manifest.at("inputs").items.at(0), lengths);
+  parts_->check(prompt, parts_->inputs.at(0), lengths);
   const int64_t batch = prompt.size(0), length = prompt.size(1),
                 max_seq = parts_->manifest.at("max_seq").integer();
   TORCH_CHECK_VALUE(options.max_new_tokens <= max_seq - length, "max_new_tokens: ", length, " + ",

@@ -83,18 +83,16 @@ class ExportedModel:
     def __init__(self, manifest: Manifest, graph: _ops.CompiledGraph, group: ParallelGroup) -> None:
         self.manifest, self.group = manifest, group
         self._graph = graph
-        self._caches = [
-            torch.zeros([int(n) for n in spec.shape], dtype=dtype_of(spec.dtype))
-            for spec in manifest.inputs
-            if manifest.max_seq is not None and spec.name.startswith("caches.")
-        ]
+        self.inputs = manifest.inputs_of(group.rank)
+        specs = self.inputs[len(self.inputs) - len(manifest.caches[group.rank]) :]
+        self._caches = [torch.zeros([int(n) for n in spec.shape], dtype=dtype_of(spec.dtype)) for spec in specs]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.run(self._inputs(args, kwargs))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        names = [spec.name for spec in self.manifest.inputs]
+        names = [spec.name for spec in self.inputs]
         arguments = self.manifest.arguments or dict.fromkeys(names)
         values: dict[str, Any] = {}
         places, extra = list(arguments), []
@@ -121,7 +119,7 @@ class ExportedModel:
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         """Returns the outputs as a list."""
-        specs = self.manifest.inputs
+        specs = self.inputs
         if len(tensors) != len(specs):
             raise TypeError(
                 f"inputs: {len(tensors)} tensors must be {len(specs)}: {', '.join(s.text() for s in specs)}"
@@ -181,7 +179,7 @@ class ExportedModel:
         if max_seq is None:
             raise ValueError("generate: the model was exported without generate=True")
         check_int(least=1, max_new_tokens=max_new_tokens)
-        self._check(prompt, self.manifest.inputs[0], {})
+        self._check(prompt, self.inputs[0], {})
         length = prompt.shape[1]
         if length + max_new_tokens > max_seq:
             raise ValueError(f"max_new_tokens: {length} + {max_new_tokens} tokens must not exceed max_seq = {max_seq}")

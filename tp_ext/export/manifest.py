@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,6 +71,7 @@ class Manifest:
         dims: the least and the largest length of each dynamic dim; None: no bound.
         vocab_size, max_seq: of an export that generates, else None.
         logits: of an export that generates: ``"gathered"`` of the whole vocabulary, or ``"sharded"``; else "".
+        inputs: those of rank 0. caches: the shapes of each rank's caches, the last inputs of an export that generates.
         weights: of each rank. files: their sha256.
         arguments: of the example, in their order; of a constant its ``repr``, of an input None.
     """
@@ -87,6 +88,7 @@ class Manifest:
     vocab_size: int | None
     max_seq: int | None
     logits: str
+    caches: list[list[list[int]]]
     weights: list[list[StoredWeight]]
     files: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str | None] = field(default_factory=dict)
@@ -116,6 +118,13 @@ class Manifest:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ExportError(f"folder: {path} is not the manifest of an export: {error}") from error
+
+    def inputs_of(self, rank: int) -> list[TensorSpec]:
+        """Returns the inputs of a rank, which may have more heads than another."""
+        caches = self.caches[rank]
+        first = len(self.inputs) - len(caches)
+        of_rank = [replace(spec, shape=shape) for spec, shape in zip(self.inputs[first:], caches, strict=True)]
+        return [*self.inputs[:first], *of_rank]
 
     def files_of(self, rank: int) -> list[str]:
         """Returns the names of a rank's files."""

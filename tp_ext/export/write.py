@@ -213,7 +213,9 @@ def _write(
     """Writes the files of all ranks, and the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
 
-    def write() -> tuple[list[StoredWeight], dict[str, str]]:
+    decoding = call if isinstance(call, DecodingStep) else None
+
+    def write() -> tuple[list[StoredWeight], list[list[int]], dict[str, str]]:
         program = trace(call, call.tensors, shapes)
         described.append(specs(program, call.names, call.output_names))
         rename_group(program, group, name_of_export(export))
@@ -222,11 +224,11 @@ def _write(
         library = next(file for file in files if file.suffix == ".so")
         files.append(folder / weights_name(group.rank))
         stored = _write_weights(program, library, files[-1])
-        return stored, {file.relative_to(folder).as_posix(): digest(file) for file in files}
+        caches = [list(tensor.shape) for tensor in decoding.tensors[2:]] if decoding is not None else []
+        return stored, caches, {file.relative_to(folder).as_posix(): digest(file) for file in files}
 
     described: list[Any] = []
-    of_ranks = call_and_gather(ranks, write)
-    decoding = call if isinstance(call, DecodingStep) else None
+    weights, caches, digests = zip(*call_and_gather(ranks, write), strict=True)
     if group.rank == 0:
         inputs, outputs, dims = described[0]
         Manifest(
@@ -242,8 +244,9 @@ def _write(
             vocab_size=None if decoding is None else decoding.vocab_size,
             max_seq=None if decoding is None else decoding.max_seq,
             logits="" if decoding is None else "gathered" if decoding.vocab_size == outputs[0].shape[-1] else "sharded",
-            weights=[stored for stored, _ in of_ranks],
-            files={name: value for _, digests in of_ranks for name, value in digests.items()},
+            caches=list(caches),
+            weights=list(weights),
+            files={name: value for of_rank in digests for name, value in of_rank.items()},
             arguments=call.texts if isinstance(call, TracedCall) else {},
         ).write(folder)
     call_on_all_ranks(ranks, lambda: None)  # the manifest is written
