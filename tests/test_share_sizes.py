@@ -3,6 +3,7 @@
 import contextlib
 import random
 from fractions import Fraction
+from unittest import mock
 
 import numpy
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import tp_ext
 from tests.helpers import ranks
+from tp_ext import common_generator
 from tp_ext.debug import simulate
 from tp_ext.share_sizes import current_shares, split_sizes
 
@@ -96,10 +98,19 @@ LAYERS = {
     "norm": lambda group: tp_ext.RMSNorm(4, group=group, sequence_parallel=True),
     "dropout": lambda group: tp_ext.Dropout(0.5, group=group),
     "loss": lambda group: tp_ext.VocabParallelCrossEntropy(group=group, vocab_size=8),
+    "head": lambda group: tp_ext.VocabParallelLMHead(4, 8, group=group),
+    "embedding": lambda group: tp_ext.VocabParallelEmbedding(8, 4, group=group),
+    "mlp": lambda group: tp_ext.ParallelMLP(4, 8, group=group),
+    "attention": lambda group: tp_ext.ParallelAttention(8, 4, group=group),
+    "experts": lambda group: tp_ext.ParallelMoE(4, 8, 2, 1, group=group),
 }
 DIFFERENT = {  # of the same sizes, too
     "other weights": [[2, 1, 1], [1, 2, 1], [2, 1, 1]],
     "weights of equal sizes": [[1, 1, 1], [1, 1, 1], [2, 2, 2]],
+    "a rank outside": [[1, 1, 1], None, [1, 1, 1]],
+    "the first rank outside": [None, [1, 1, 1], [1, 1, 1]],
+    "one rank inside": [None, None, [1, 1, 1]],
+    "a rank outside beside other lengths": [None, [1, 1], [1, 1, 1]],
     "other lengths": [[1, 1], [1, 1, 1], [1, 1, 1]],
 }
 
@@ -107,7 +118,9 @@ DIFFERENT = {  # of the same sizes, too
 def _raised(rank, group, layer, weights):
     with tp_ext.shares(weights[rank]):
         try:
-            LAYERS[layer](group)
+            module = LAYERS[layer](group)
+            with contextlib.suppress(TypeError, AttributeError, RuntimeError):  # None is no tensor
+                module(*([None] * (1 + (layer == "loss"))))
         except ValueError as error:
             return str(error)
     return None
@@ -126,8 +139,23 @@ def test_ranks_must_agree(case, layer):
 @pytest.mark.parametrize("backend", ["gloo", "tp_shm"])
 def test_processes_must_agree(backend):
     right = [[1, 2], [1.0, 2.0]]  # the same numbers
-    for texts in ranks.run(_in_group, 2, backend, [right, [[2, 1], [1, 2]], right]):
-        assert texts[0] is None is texts[2] and texts[1].endswith("are [2, 1] on rank 0; [1, 2] on rank 1")
+    for texts in ranks.run(_in_group, 2, backend, [right, [[2, 1], [1, 2]], [[2, 1], None], [None, [1]], right]):
+        assert texts[0] is None is texts[4] and texts[1].endswith("are [2, 1] on rank 0; [1, 2] on rank 1")
+        assert texts[2].endswith("are [2, 1] on rank 0; None on rank 1")
+        assert texts[3].endswith("are None on rank 0; [1] on rank 1")
+
+
+def _over_the_store(group, *arguments):
+    with mock.patch.object(common_generator, "device_of", lambda ranks, *_: torch.device("cuda")):
+        return [_raised(group.rank(), group, layer, each) for layer, each in arguments]
+
+
+def test_ranks_that_cannot_communicate_on_the_cpu_agree_by_the_store():
+    outside = [("on meta", [None, [1, 2]]), ("norm", [[1, 2], None])]
+    for texts in ranks.run(_over_the_store, 2, ("on meta", [[1, 2], [1.0, 2.0]]), *outside, ("norm", [None, None])):
+        assert texts[0] is None is texts[3]
+        assert texts[1].endswith("are None on rank 0; [1, 2] on rank 1")
+        assert texts[2].endswith("are [1, 2] on rank 0; None on rank 1")
 
 
 def _in_group(_, backend, weights):

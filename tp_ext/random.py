@@ -230,6 +230,11 @@ def torch_linear_init(fan_in: int) -> Uniform:
     return Uniform(-bound, bound)
 
 
+def follows_first(local: Tensor, init: Init, seed: int | None) -> bool:
+    """Returns whether :func:`initialise_` draws from the default generator, that of the first rank."""
+    return seed is None and not isinstance(init, Constant) and not local.is_meta
+
+
 @torch.no_grad()
 def initialise_(
     local: Tensor,
@@ -253,7 +258,7 @@ def initialise_(
         sharding = Layout((sharding, ParallelGroup("", p, rank)))
     draws = _WeightDraws(local.device) if seed is None else OwnRandomNumbers(0, local.device, seed)
     with draws:
-        if seed is None and not isinstance(init, Constant) and not local.is_meta:
+        if follows_first(local, init, seed):
             is_ours = isinstance(init, Uniform | Normal | TruncatedNormal)
             follow_first(groups, local.device if is_ours else torch.device("cpu"))
         seed_tensor = None if seed is None else torch.full((), seed, dtype=torch.int64, device=local.device)

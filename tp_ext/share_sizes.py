@@ -50,7 +50,8 @@ def shares(weights: Iterable[float] | None, *, tokens: bool = True) -> AbstractC
         tokens: under sequence parallelism tokens are shared alike, and layers whose input are this rank's tokens need
             ``total_tokens=``; False: equally.
 
-    Communicates nothing. A layer over a group of several ranks compares the weights of the ranks when it is built.
+    Communicates nothing. A layer over a group of several ranks compares the weights of the ranks when it is built;
+    one that is built outside of a context at its first draw or call.
 
     Raises:
         TypeError: a weight is no number, or a boolean. ValueError: it is negative or not finite, or all are 0; in a

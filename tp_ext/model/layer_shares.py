@@ -1,6 +1,7 @@
 """Options of a layer that is built which concern its ranks: its shares, on which all ranks of its group must agree, and
 how activations lie."""
 
+import functools
 import hashlib
 import time
 from contextlib import AbstractContextManager
@@ -21,9 +22,37 @@ _MOST.reduceOp = dist.ReduceOp.MAX
 _numbers: dict[str, int] = {}  # of comparisons, by the name of the group
 
 
+class FirstCall:
+    """The attribute that torch asks for at each call of a module. A layer that has not met the other ranks finds it in
+    its class and meets them; all others find a None of their own, and pay nothing.
+
+    [Note: a layer without shares meets the others once]
+    """
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        return self if layer is None else functools.partial(_meet_and_call, layer)
+
+
+def _meet_and_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    meet_once(layer)
+    return layer._call_impl(*args, **kwargs)
+
+
+def meet_once(layer: Any) -> None:
+    """Compares the shares of a layer that was built without any with those of the other ranks, unless it has met them.
+
+    Raises:
+        ValueError: on all ranks: another rank has built the layer with shares.
+    """
+    if "_compiled_call_impl" not in layer.__dict__ and _check_same(layer.tp_group, None):
+        layer._compiled_call_impl = None
+
+
 def take_shares(layer: Any, activations: str) -> None:
     """Sets the shares of a layer that is built, from the context; see :func:`layer_shares` for the errors."""
-    if (shares := layer_shares(layer.tp_group)) is not None:
+    if (shares := layer_shares(layer.tp_group)) is not None or layer.tp_group.size == 1:
+        layer._compiled_call_impl = None
+    if shares is not None:
         refuse_in_shares(
             weight_group=layer.weight_group.size > 1 and f"{layer.weight_group.size} ranks",
             activations=activations == "hidden" and activations,
@@ -41,7 +70,8 @@ def shares_of(layer: Any) -> AbstractContextManager[None]:
 def layer_shares(group: ParallelGroup) -> Shares | None:
     """Returns the shares of a layer over this group that is built now; None: equal ones.
 
-    Communicates: in a context, over a group of several ranks, a text by the group's store.
+    Communicates: in a context, over a group of several ranks, an all-reduce of two numbers; over a group of NCCL alone
+    a text by the group's store.
 
     Raises:
         ValueError: on all ranks: they differ between ranks, or are not as many as the ranks.
@@ -59,30 +89,34 @@ def layer_shares(group: ParallelGroup) -> Shares | None:
     return shares
 
 
-def _check_same(group: ParallelGroup, shares: Shares) -> None:
+def _check_same(group: ParallelGroup, shares: Shares | None) -> bool:
+    """Returns False where the ranks cannot communicate now."""
     if torch.compiler.is_compiling() or not common_generator.can_meet(torch.device("cpu")):
-        return
+        return False
     try:
         ranks = process_group(group.name)
     except (ValueError, RuntimeError, KeyError):  # destroyed, or never made: nothing will communicate over it
-        return
-    if (backend := dist.get_backend(ranks)) == "fake":  # of one process
-        return
-    exact = repr((ratios(shares.weights), bool(shares.tokens)))
-    text = f"{list(shares.weights)}{'' if shares.tokens else ', tokens=False'}"
-    if backend != "simulated":
+        return True
+    if dist.get_backend(ranks) == "fake":  # of one process
+        return True
+    exact, text = "", "None"
+    if shares is not None:
+        exact = repr((ratios(shares.weights), bool(shares.tokens)))
+        text = f"{list(shares.weights)}{'' if shares.tokens else ', tokens=False'}"
+    if common_generator.device_of(ranks).type != "cpu":
         of_ranks = _by_store(ranks, exact, text)
-    elif _differ(ranks, exact):  # of simulated ranks one that waits alone is found at once
+    elif _differ(ranks, exact):
         of_ranks = [(exact, text) for exact, text in all_gather_objects((exact, text), ranks)]
     else:
-        return
+        return True
     if len({exact for exact, _ in of_ranks}) > 1:
         texts = [f"{text} on rank {rank}" for rank, (_, text) in enumerate(of_ranks)]
         raise ValueError(f"shares: must be the same on all ranks of a group, and are {'; '.join(texts)}")
+    return True
 
 
 def _differ(ranks: ProcessGroup, exact: str) -> bool:
-    number = int.from_bytes(hashlib.sha256(exact.encode()).digest()[:7], "big")
+    number = int.from_bytes(hashlib.sha256(exact.encode()).digest()[:7], "big") if exact else 0
     with common_generator.not_counted(), torch._C._DisableFuncTorch():
         # MAX of the negative is the least: one all-reduce for both
         extremes = torch.tensor([number, -number])
@@ -90,17 +124,14 @@ def _differ(ranks: ProcessGroup, exact: str) -> bool:
     return bool(extremes.sum())
 
 
-# [Note: a layer without shares compares nothing]
-# Building it is no collective: some ranks of its group may build it alone, or over groups in another order. So only
-# ranks in a context compare, by the store of the group; where one is outside, they raise after the store's timeout.
 def _by_store(ranks: ProcessGroup, exact: str, text: str) -> list[tuple[str, str]]:
-    """Returns the shares of all ranks."""
+    """Returns the shares of all ranks, which cannot communicate without their devices."""
     name, store = ranks.group_name, common_generator.store_of(ranks)
     number = _numbers[name] = _numbers.get(name, 0) + 1
     keys = [f"tp_ext.shares.{name}.{number}.{rank}" for rank in range(ranks.size())]
     store.set(keys[ranks.rank()], f"{exact}\n{text}")
     if not _are_there(store, keys, store.timeout.total_seconds()):
-        raise RuntimeError(f"shares: not all ranks of the group have built this layer with shares in {store.timeout}")
+        raise RuntimeError(f"shares: not all ranks of the group have built or called this layer in {store.timeout}")
     values = [store.get(key).decode() for key in keys]
     if number > 1:  # all have written this one, so none reads the last any more
         store.delete_key(f"tp_ext.shares.{name}.{number - 1}.{ranks.rank()}")

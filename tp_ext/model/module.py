@@ -15,9 +15,9 @@ from tp_ext.group import Group, ParallelGroup, check_place, layer_group, paralle
 from tp_ext.invariance import block_sizes, check_ranks, current_blocks, refuse_in_blocks
 from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
-from tp_ext.model.layer_shares import check_activations, take_shares
+from tp_ext.model.layer_shares import FirstCall, check_activations, meet_once, take_shares
 from tp_ext.model.layouts import ShardingView, carry_attributes, hooks_of, mirror_layouts
-from tp_ext.random import Init, initialise_
+from tp_ext.random import Init, follows_first, initialise_
 from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
 from tp_ext.share_sizes import Weights
 
@@ -80,6 +80,7 @@ class ParallelModule(nn.Module):
     output_is_partial: bool = False
     has_blocks: bool = False  # whether the class has a form with the same bits for every p
     shares: Weights | None = None
+    _compiled_call_impl: Any = FirstCall()
     token_shares: Weights | None = None  # by which tokens are cut under sequence parallelism
     tp_name: str | None = None
     expert_group: ParallelGroup | None = None
@@ -214,6 +215,8 @@ class ParallelModule(nn.Module):
         whole = torch.empty(param.shape, dtype=param.dtype, device=param.device) if temporary else param
         layout = self.tp_layouts[name]
         groups = dict.fromkeys([self.tp_group, self.weight_group, *(group for _, group in layout)])
+        if follows_first(whole, init, seed):
+            meet_once(self)
         initialise_(whole, init, layout, shape, seed=seed, groups=groups)
         self.after_init(name, whole)
         if computed:

@@ -11,7 +11,7 @@ from tp_ext._checks import check_choice, check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
 from tp_ext.invariance import check_ranks, current_blocks, refuse_in_blocks, units_of_rank
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
-from tp_ext.model.layer_shares import layer_shares
+from tp_ext.model.layer_shares import FirstCall, layer_shares
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.loss_of_sizes import check_sizes, cross_entropy_of_sizes
 from tp_ext.sharding import split_sizes
@@ -204,6 +204,8 @@ class VocabParallelCrossEntropy(nn.Module):
     Built in :func:`tp_ext.shares` it takes logits whose columns are shared so, and needs ``vocab_size``.
     """
 
+    _compiled_call_impl: Any = FirstCall()
+
     def __init__(
         self,
         *,
@@ -221,6 +223,8 @@ class VocabParallelCrossEntropy(nn.Module):
         self.tp_group = layer_group(group, type(self).__name__)
         context = layer_shares(self.tp_group)
         self.shares = None if context is None else context.weights
+        if self.shares is not None or self.tp_group.size == 1:
+            self._compiled_call_impl = None
         if self.shares is not None and vocab_size is None:
             raise ValueError("vocab_size: None must be the size of the vocabulary in tp_ext.shares")
         if vocab_size is not None:
