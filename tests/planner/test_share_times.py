@@ -128,3 +128,19 @@ def test_one_rank_has_all():
     assert planner.measure_shares(nn.Linear(2, 2), (torch.ones(1, 2),), None) == [1.0]
     with pytest.raises(TypeError, match=r"model: int must be an nn\.Module"):
         planner.measure_shares(3, (), None)
+
+
+def test_time_in_a_collective_counts_for_the_rank_that_comes_last():
+    # Rank 1 is halted for 4 s in the second collective, in which rank 0, there before it, waits for 10 s
+    first = share_times.Pass(20.2, [0.1, 10.1])
+    second = share_times.Pass(20.2, [0.1, 4.1])
+    assert share_times.own_seconds([[first] * 9, [second] * 8 + [share_times.Pass(16.2, [0.1, 0.1])]]) == pytest.approx(
+        [10, 20]
+    )
+    # Passes in which ranks differ in their collectives count without them
+    assert share_times.own_seconds([[first], [share_times.Pass(20.2, [4.1])]]) == pytest.approx([10, 16.1])
+
+
+def test_few_intervals_with_other_work_do_not_count():
+    passes = [[share_times.Pass(1.0 + 5 * (i in (7, 8)), [0.0]) for i in range(18)]]
+    assert share_times.own_seconds(passes) == pytest.approx([1.0])

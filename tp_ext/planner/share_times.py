@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,29 @@ from tp_ext.group import Group, parallel_group, process_group
 from tp_ext.parallel.pipeline.clock import Clock
 
 _COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")  # namespaces of operators
-_SECONDS = 6.0  # of the passes after the warm-up
-_LAST_BEGIN = 12.0  # seconds after which no pass begins, the warm-up counted
-_FEW, _CHUNKS = 3, 5  # passes at least; means of which the median counts
+_SECONDS = 12.0  # of the passes after the warm-up
+_LAST_END = 18.0  # seconds after which no pass is to end, the warm-up counted
+_FEW, _CHUNKS = 3, 9  # passes at least; sums of passes in a row of which the median counts
+
+
+class Pass(NamedTuple):
+    """A pass of one rank: its seconds, and those in each collective."""
+
+    seconds: float
+    in_collectives: list[float]
 
 
 def measure_shares(model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...], group: Group) -> list[float]:
     """Measures which shares even out the times of ranks that are not alike: weights for :func:`tp_ext.shares`.
 
     Runs forward and backward on all ranks at once, in the mode of training in which the model is, with its real
-    collectives, and times what is between them: a rank that waits for a slower one does not work. After a warm-up
-    passes follow for about six seconds, or three passes if they are longer; ranks decide together which is the last. A
-    rank's weight is its present share by the median of its times. A rank also has work that does not depend on its
-    share (norms, the host's launches), so that very unequal ranks come closer by measuring a model again that is built
-    with the measured weights.
+    collectives, and times what is between them: a rank that waits for a slower one does not work. Of the time in a
+    collective what exceeds its shortest time in any pass counts for the rank that comes last: a rank that shares its
+    core is often halted there. After a warm-up passes follow for about twelve seconds, or three passes if they are
+    longer; ranks decide together which is the last. A rank's weight is its present share by the median of its times
+    over nine intervals. A rank also has work that does not depend on its share (norms, the host's launches), so that
+    very unequal ranks come closer by measuring a model again that is built with the measured weights; not ranks that
+    share their core with other processes, which get more of it after they have waited.
 
     The example should be of the size of a microbatch: each operator passes through Python while it is timed, which is
     some microseconds more.
@@ -70,8 +80,9 @@ def measure_shares(model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...
         return [1.0]
     device = next(model.parameters()).device
     with _left_as_it_was(model, device):
-        seconds = _median_seconds(lambda: _forward_and_backward(model, example), device, ranks)
-    speeds = [share / taken for share, taken in zip(present, all_gather_objects(seconds, ranks), strict=True)]
+        passes = _passes(lambda: _forward_and_backward(model, example), device, ranks)
+    seconds = own_seconds(all_gather_objects(passes, ranks))
+    speeds = [share / taken for share, taken in zip(present, seconds, strict=True)]
     return [speed / sum(speeds) for speed in speeds]
 
 
@@ -128,19 +139,43 @@ def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-def _median_seconds(step: Callable[[], object], device: torch.device, ranks: ProcessGroup) -> float:
-    """Returns the seconds of this rank's own work: the median of some means over passes in a row."""
+def _passes(step: Callable[[], object], device: torch.device, ranks: ProcessGroup) -> list[Pass]:
+    """Returns passes of this rank, as many as on the others."""
     begin = time.perf_counter()
     step()  # allocates, compiles, and lets ranks meet that draw
-    last = [_own_seconds(step, device)]
-    warm = _latest(begin, ranks)
-    taken: list[float] = []
-    while (now := _latest(begin, ranks)) < _LAST_BEGIN and (len(taken) < _FEW or now - warm < _SECONDS):
-        taken.append(_own_seconds(step, device))
-    taken = taken or last  # of passes that are very long
-    count = min(_CHUNKS, len(taken))
-    ends = [len(taken) * i // count for i in range(count + 1)]
-    return statistics.median(statistics.fmean(taken[a:b]) for a, b in itertools.pairwise(ends))
+    last = [_timed(step, device)]
+    warm = before = _latest(begin, ranks)
+    longest, taken = warm / 2, []
+    while before + longest < _LAST_END and (len(taken) < _FEW or before - warm < _SECONDS):
+        taken.append(_timed(step, device))
+        now = _latest(begin, ranks)
+        longest, before = (now - before if len(taken) == 1 else max(longest, now - before)), now
+    return taken or last  # of passes that are very long
+
+
+# [Note: time in a collective counts for the last rank]
+def own_seconds(of_ranks: list[list[Pass]]) -> list[float]:
+    """Returns the seconds of each rank's own work in a pass, from the passes of all ranks."""
+    sums = []
+    least: dict[tuple[int, int], float] = {}  # by the number of collectives of a pass, and the number of the collective
+    for passes in zip(*of_ranks, strict=True):
+        for number, spans in enumerate(zip(*(each.in_collectives for each in passes), strict=False)):
+            key = len(passes[0].in_collectives), number
+            least[key] = min(least.get(key, math.inf), *spans)
+    for passes in zip(*of_ranks, strict=True):
+        own = [each.seconds - sum(each.in_collectives) for each in passes]
+        if len({len(each.in_collectives) for each in passes}) == 1:  # else they are not the same ones
+            for number, spans in enumerate(zip(*(each.in_collectives for each in passes), strict=True)):
+                shortest = min(spans)
+                own[spans.index(shortest)] += shortest - least[len(passes[0].in_collectives), number]
+        sums.append(own)
+    count = min(_CHUNKS, len(sums))
+    ends = [len(sums) * i // count for i in range(count + 1)]
+    chunks = [sums[a:b] for a, b in itertools.pairwise(ends)]
+    return [
+        max(1e-9, statistics.median(statistics.fmean(own[rank] for own in chunk) for chunk in chunks))
+        for rank in range(len(of_ranks))
+    ]
 
 
 def _latest(begin: float, ranks: ProcessGroup) -> float:
@@ -150,13 +185,11 @@ def _latest(begin: float, ranks: ProcessGroup) -> float:
     return float(elapsed)
 
 
-def _own_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of a pass in which this rank does not wait in a collective."""
+def _timed(step: Callable[[], object], device: torch.device) -> Pass:
     clock = Clock(device)
     with clock.step(), _Waits(clock):
         step()
-    waited, whole = clock.seconds()
-    return max(1e-9, whole - waited)
+    return Pass(clock.seconds()[1], clock.parts())
 
 
 class _Waits(TorchDispatchMode):

@@ -39,7 +39,11 @@ class Clock:
 
     def seconds(self) -> tuple[float, float]:
         """Returns the seconds of the parts of the last step, and of the step. On CUDA it waits for its end."""
-        return self._sum(self._parts), self._sum(self._step)
+        return sum(self.parts()), sum(self._each(self._step))
+
+    def parts(self) -> list[float]:
+        """Returns the seconds of each part of the last step. On CUDA it waits for its end."""
+        return self._each(self._parts)
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
@@ -49,13 +53,13 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _sum(self, intervals: list[tuple[Any, Any]]) -> float:
+    def _each(self, intervals: list[tuple[Any, Any]]) -> list[float]:
         if self._device.type != "cuda":
-            return sum(end - begin for begin, end in intervals)
+            return [end - begin for begin, end in intervals]
         # All events are on one stream, where the last one is reached last
         for _, end in intervals[-1:]:
             end.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in intervals) / 1000
+        return [begin.elapsed_time(end) / 1000 for begin, end in intervals]
 
 
 class TimedStage(PipelineStage):
