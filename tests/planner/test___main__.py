@@ -23,6 +23,21 @@ def command(config, *more):
     return ["--model", str(config), "--gpus", "8", "--device", "h100-sxm", "--global-batch", "8", *more]
 
 
+UNLIKE = ["--gpus", "8", "--global-batch", "8", "--layout", "param_dtype=bf16,recompute=full"]
+
+
+def test_unlike_devices(config, capsys):
+    two = ["--model", str(config), *UNLIKE, "--devices", "b300", "h200"]
+    assert main([*two, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]["layout"]
+    assert best["tp"] == 2 and best["shares"][0] > best["shares"][1] > 0
+    assert main([*two, "--device", "b300"]) == 2
+    assert "--device: not allowed with argument --devices" in capsys.readouterr().err
+    for names, says in ((["b300", "tpu"], "--devices: 'tpu' must be one of"), (["b300"] * 3, "--gpus: 8 must be")):
+        assert main(["--model", str(config), *UNLIKE, "--devices", *names]) == 2
+        assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "more, says",
     [

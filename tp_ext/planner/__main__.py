@@ -5,14 +5,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tp_ext.planner.config import from_config
 from tp_ext.planner.layout import Layout
+from tp_ext.planner.machine import Cluster
 from tp_ext.planner.prediction import GIB, Prediction, predict
-from tp_ext.planner.presets import SOURCES, cluster
+from tp_ext.planner.presets import SOURCES, cluster, device
 from tp_ext.planner.search import Found, search
 from tp_ext.planner.workload import Workload
 
@@ -21,6 +22,8 @@ _OPTIONS = {field.name: f"--layout: {field.name}" for field in fields(Layout)} |
     "config": "--model",
     "count": "--gpus",
     "device_name": "--device",
+    "name": "--devices",
+    "devices": "--devices",
     "global_batch": "--global-batch",
     "seq": "--seq",
     "fixed": "--layout",
@@ -42,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, help="config.json of transformers, or its folder")
     parser.add_argument("--gpus", type=int, required=True, help="number of devices")
-    parser.add_argument("--device", required=True, help=f"one of {', '.join(SOURCES)}")
+    kinds = parser.add_mutually_exclusive_group(required=True)
+    kinds.add_argument("--device", help=f"one of {', '.join(SOURCES)}")
+    kinds.add_argument("--devices", nargs="+", metavar="DEVICE", help="of the ranks of a tensor-parallel group")
     parser.add_argument("--global-batch", type=int, required=True, help="sequences of a step")
     parser.add_argument("--seq", type=int, help="tokens of a sequence (default: the longest of the model)")
     parser.add_argument(
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.draw:
             _check_writable(options.draw)
         workload = from_config(options.model, seq=options.seq)
-        machine = cluster(options.device, options.gpus)
+        machine = _machine(options.device, options.devices, options.gpus)
         fixed = _fixed(options.layout)
         layouts = search(workload, machine, options.global_batch, fixed=fixed, objective=options.objective)
         if not layouts.count:
@@ -72,6 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(_json(layouts) if options.json else _table(workload, layouts, stages=bool(fixed)))
     return 0 if layouts else 1
+
+
+def _machine(name: str | None, names: list[str] | None, count: int) -> Cluster:
+    if names is None:
+        return cluster(name or "", count)
+    devices = [device(each) for each in names]
+    return replace(cluster(names[0], count), devices=devices)
 
 
 def _check_writable(path: str) -> None:
