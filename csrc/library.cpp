@@ -132,18 +132,18 @@ TORCH_LIBRARY(tp_ext, m) {
   // rank's
   m.def(
       "block_column_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool "
-      "sequence_parallel, SymInt[]? sizes, int blocks, int[] segments) -> Tensor",
+      "sequence_parallel, SymInt[]? sizes, int[] blocks, int[] segments) -> Tensor",
       tags);
   m.def(
       "block_row_linear(Tensor x, Tensor weight, Tensor? bias, str group, bool sequence_parallel, "
-      "int blocks, int[] segments) -> Tensor",
+      "int[] blocks, int[] segments) -> Tensor",
       tags);
   // x for each block of this rank, whose gradients are summed over all blocks; and products a_i b_i
   // of [n, rows, k] and [n, k, columns]
-  m.def("block_copies(Tensor(a) x, str group, int blocks) -> Tensor(a)[]", tags);
+  m.def("block_copies(Tensor(a) x, str group, int[] blocks) -> Tensor(a)[]", tags);
   // The tree over all blocks, from the complete nodes of this rank, [nodes, ..]; scatter: this
   // rank's slice of the dim after that of the nodes
-  m.def("block_sum(Tensor nodes, str group, int blocks, bool scatter=False) -> Tensor", tags);
+  m.def("block_sum(Tensor nodes, str group, int[] blocks, bool scatter=False) -> Tensor", tags);
   m.def("block_bmm(Tensor a, Tensor b) -> Tensor", tags);
   // Of the last dim of x [n, rows, columns]; blind: rows of -inf become 0, not NaN
   m.def("block_softmax(Tensor x, bool blind) -> Tensor", tags);
@@ -304,7 +304,8 @@ TORCH_LIBRARY(tp_ext, m) {
   m.def(
       "vocab_parallel_cross_entropy(Tensor logits, Tensor target, str group, SymInt vocab_start, "
       "SymInt vocab_local, SymInt vocab_size, int ignore_index, float label_smoothing, float "
-      "z_loss, str reduction, bool inplace_backward, bool vocab_size_given=True, int blocks=0) -> "
+      "z_loss, str reduction, bool inplace_backward, bool vocab_size_given=True, int[] blocks=[]) "
+      "-> "
       "Tensor",
       tags);
   m.def(

@@ -62,12 +62,13 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef cou
                       std::optional<bool> grouped_gemm);
 Tensor block_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                            const std::string& group, bool sequence_parallel, Sizes sizes,
-                           int64_t blocks, at::IntArrayRef segments);
+                           at::IntArrayRef blocks, at::IntArrayRef segments);
 Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                        const std::string& group, bool sequence_parallel, int64_t blocks,
+                        const std::string& group, bool sequence_parallel, at::IntArrayRef blocks,
                         at::IntArrayRef segments);
-std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int64_t blocks);
-Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks, bool scatter);
+std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, at::IntArrayRef blocks);
+Tensor block_sum(const Tensor& nodes, const std::string& group, at::IntArrayRef blocks,
+                 bool scatter);
 Tensor block_bmm(const Tensor& a, const Tensor& b);
 Tensor block_softmax(const Tensor& x, bool blind);
 Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,

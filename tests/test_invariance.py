@@ -17,7 +17,7 @@ from tests.helpers.invariant_model import Block, Model, batches, simulated, trai
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.ranks import run, run_fresh
 from tp_ext import _ops
-from tp_ext.invariance import block_sizes, blocks_of_rank
+from tp_ext.invariance import block_sizes, blocks_of_rank, blocks_of_ranks
 from tp_ext.nn.attention.scaled_dot_product import explicit_attention
 from tp_ext.sharding import Sharding, head_parts
 
@@ -53,6 +53,47 @@ def _same_bits(options):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits_for_every_number_of_ranks_and_threads(case):
     run_fresh(_same_bits, CASES[case])
+
+
+SHARES = [[3, 1], [0, 1], [1, 0.5, 4], [0, 5, 0], [9, 2, 0, 1], [1, 1, 1, 1]]
+OF_SHARES = {name: CASES[name] for name in CASES if name not in ("fp64", "bf16", "autocast", "muon")}
+
+
+def _the_same_bits_in_shares(shares, options):
+    expected = simulated(1, **options)
+    for sequence_parallel in (False, True):
+        found = simulated(len(shares), shares=shares, sequence_parallel=sequence_parallel, **options)
+        assert found == expected, sequence_parallel
+
+
+@pytest.mark.parametrize("case", OF_SHARES)
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.thinned(1)
+def test_the_same_bits_for_any_shares(shares, case):
+    run_fresh(_the_same_bits_in_shares, shares, CASES[case])
+
+
+def _sampled_and_loss(group, shares):
+    torch.manual_seed(0)
+    ids = torch.arange(10).view(2, 5)
+    with tp_ext.tp_invariant(), tp_ext.shares(shares):
+        model, criterion = Model(group, dropout=0.0), tp_ext.VocabParallelCrossEntropy(group=group, vocab_size=101)
+        hidden = model.hidden(ids).detach().requires_grad_()
+        value = criterion(model.head(hidden), ids.flatten())
+        (gradient,) = torch.autograd.grad(value, hidden)
+    texts, numbers = model.rollout(ids, 4)
+    return value.item(), gradient.tolist(), texts.tolist(), numbers.tolist(), model.head.argmax(hidden).tolist()
+
+
+def _sampling_in_shares():
+    expected = _sampled_and_loss(None, None)
+    for shares in ([3, 1], [0, 2, 1]):
+        found = tp_ext.debug.simulate(lambda rank, group, s=shares: _sampled_and_loss(group, s), len(shares))
+        assert found == [expected] * len(shares), shares
+
+
+def test_losses_and_generation_in_shares():
+    run_fresh(_sampling_in_shares)
 
 
 def _gradients_of_attention(threads):
@@ -195,7 +236,7 @@ def _sums(rank, blocks, group=None, n=7):
     group = tp_ext.group.group_name(group or dist.group.WORLD)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         leaf = x.to(dtype, copy=True).requires_grad_()
-        copies = _ops.block_copies(leaf, group, blocks)
+        copies = _ops.block_copies(leaf, group, blocks_of_ranks(blocks, dist.get_world_size()))
         assert len(copies) == len(held)
         torch.autograd.backward(copies, [gradients[b].to(dtype) for b in held])
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -223,8 +264,8 @@ def test_the_tree_of_shared_memory(world):
         )
         own, root = leaves[rank : rank + 1].clone(), _tree(list(leaves))
         name = tp_ext.group.group_name(group)
-        assert _ops.block_sum(own, name, p).equal(root)
-        assert _ops.block_sum(own, name, p, True).equal(root.tensor_split(p)[rank])
+        assert _ops.block_sum(own, name, [1] * p).equal(root)
+        assert _ops.block_sum(own, name, [1] * p, True).equal(root.tensor_split(p)[rank])
         assert own[0].equal(leaves[rank])
 
 
@@ -352,6 +393,13 @@ def _refused():
     with pytest.raises(RuntimeError, match=too_many):
         tp_ext.debug.simulate(build, 3)
 
+    def in_shares(rank, group):
+        with tp_ext.tp_invariant(2), tp_ext.shares([1, 2], tokens=False):
+            tp_ext.ParallelMLP(8, 8, group=group)
+
+    with pytest.raises(RuntimeError, match=r"tokens: 'False' must not be given in tp_ext\.shares"):
+        tp_ext.debug.simulate(in_shares, 2)
+
 
 def test_refused():
     run_fresh(_refused)
@@ -392,7 +440,7 @@ def _strides():
             a = x[0].detach().requires_grad_()
             rest = (None,) if linear is _ops.block_column_linear else ()
             segments = [0, 0, 6] if rest else [0, 0, 13]
-            out = linear(a, weight, None, "", False, *rest, 1, segments)
+            out = linear(a, weight, None, "", False, *rest, [1], segments)
             yield False, [out, *torch.autograd.grad(out, [a], dy[0])]
 
     noticed = False

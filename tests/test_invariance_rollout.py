@@ -120,8 +120,8 @@ def _linear_rows(dtype):
     for k, n in ((48, 101), (256, 1), (300, 130), (37, 5)):
         x, w = torch.randn(200, k).to(dtype), torch.randn(n, k).to(dtype)
         calls = [
-            lambda x, w=w: _ops.block_column_linear(x, w, None, "", False, None, 1, [0, 0, w.shape[0]]),
-            lambda x, w=w: _ops.block_row_linear(x, w, None, "", False, 1, [0, 0, w.shape[1]]),
+            lambda x, w=w: _ops.block_column_linear(x, w, None, "", False, None, [1], [0, 0, w.shape[0]]),
+            lambda x, w=w: _ops.block_row_linear(x, w, None, "", False, [1], [0, 0, w.shape[1]]),
         ]
         for call in calls:
             full = call(x)

@@ -12,6 +12,7 @@ import torch
 
 from tp_ext._build import load
 from tp_ext._checks import check_int
+from tp_ext.share_sizes import Weights, split_sizes
 
 _blocks: ContextVar[int | None] = ContextVar("invariant_blocks", default=None)
 
@@ -28,10 +29,11 @@ def tp_invariant(blocks: int = 8) -> Iterator[None]:
 
     A sharded dim of n units (heads, features, words; tokens under sequence parallelism) consists of ``blocks`` logical
     blocks; block b is ``[ceil(b n / blocks), ceil((b + 1) n / blocks))``, and each rank holds consecutive blocks, of
-    ``torch.tensor_split(range(blocks), p)``. Products are computed block by block, each on one thread, and what layers
-    sum over ranks is one binary tree over the blocks: neighbours are added level by level in fp32 (fp64 for fp64), and
-    the root is rounded once. p = 1 computes the same tree. Losses, gradients, states of the optimizer and weights then
-    have the same bits for every p <= ``blocks``, and for every number of threads; p need not divide ``blocks``.
+    ``torch.tensor_split(range(blocks), p)``, or by the shares of :func:`tp_ext.shares`. Products are computed block by
+    block, each on one thread, and what layers sum over ranks is one binary tree over the blocks: neighbours are added
+    level by level in fp32 (fp64 for fp64), and the root is rounded once. p = 1 computes the same tree. Losses,
+    gradients, states of the optimizer and weights then have the same bits for every p <= ``blocks``, and for every
+    number of threads; p need not divide ``blocks``.
 
     Modules built inside keep their blocks (``layer.invariant_blocks``; None outside of a context). Functions of tensors
     (:func:`vocab_parallel_cross_entropy`, :func:`scatter_to_region`, ..) take the context of the call, functions of
@@ -103,11 +105,36 @@ def check_reproducible() -> None:
         raise RuntimeError("CUBLAS_WORKSPACE_CONFIG: None must be set to ':4096:8' in the environment, for cuBLAS")
 
 
+class BlocksInShares(int):
+    """A number of blocks of a layer whose ranks hold them by shares (:func:`tp_ext.shares`)."""
+
+    shares: Weights | None = None
+
+
+def blocks_in_shares(blocks: int, shares: Weights | None) -> int:
+    """Returns the number of blocks, which knows by which shares ranks hold them; None: equally."""
+    if shares is None:
+        return blocks
+    result = BlocksInShares(blocks)
+    result.shares = shares
+    return result
+
+
+def shares_of_blocks(blocks: int) -> Weights | None:
+    """Returns the shares by which ranks hold the blocks; None: equally."""
+    return blocks.shares if isinstance(blocks, BlocksInShares) else None
+
+
+def blocks_of_ranks(blocks: int, p: int) -> list[int]:
+    """Returns how many blocks each rank holds: as ``torch.tensor_split``, or by the shares of the layer."""
+    return split_sizes(int(blocks), p, shares_of_blocks(blocks))
+
+
 def blocks_of_rank(blocks: int, rank: int, p: int) -> range:
-    """Returns the blocks that a rank holds: those of ``torch.tensor_split(range(blocks), p)``."""
-    base, rest = divmod(blocks, p)
-    first = rank * base + min(rank, rest)
-    return range(first, first + base + (rank < rest))
+    """Returns the consecutive blocks that a rank holds."""
+    sizes = blocks_of_ranks(blocks, p)
+    first = sum(sizes[:rank])
+    return range(first, first + sizes[rank])
 
 
 def block_start(n: int, block: int, blocks: int) -> int:

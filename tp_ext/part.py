@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tp_ext._checks import check_int
-from tp_ext.invariance import block_of, block_start, blocks_of_rank, units_of_rank
+from tp_ext.invariance import block_of, block_start, blocks_in_shares, blocks_of_rank, units_of_rank
 from tp_ext.share_sizes import Weights, checked_weights
 from tp_ext.share_sizes import split_sizes as split_sizes
 
@@ -22,7 +22,7 @@ class Part:
             full tensor; the last ranks hold them.
         groups: the number of equal groups that the part consists of, each sharded over its own p / groups neighbouring
             ranks (the query heads of one key-value head); divides the number of ranks.
-        shares: the weights by which ranks share the units (:func:`tp_ext.shares`); None: equally.
+        shares: the weights by which ranks share the units, or the blocks (:func:`tp_ext.shares`); None: equally.
     """
 
     size: int
@@ -61,7 +61,7 @@ class Part:
     def span(self, rank: int, p: int) -> tuple[int, int]:
         """Returns [start, stop) of the rank's share of the part, padding included."""
         if self.blocks:
-            start, stop = units_of_rank(self.queries or self.size // self.unit, self.blocks, rank, p)
+            start, stop = units_of_rank(self.queries or self.size // self.unit, self._blocks, rank, p)
             if self.queries:
                 share = self._share
                 start, stop = start // share, -(-stop // share) if stop > start else start // share
@@ -78,6 +78,10 @@ class Part:
         return start * self.unit, (start + sizes[holder]) * self.unit
 
     @property
+    def _blocks(self) -> int:
+        return blocks_in_shares(self.blocks, self.shares)
+
+    @property
     def _share(self) -> int:
         """The number of queries of a unit."""
         return self.queries * self.unit // self.size
@@ -86,13 +90,13 @@ class Part:
         """Returns the number of the first elements of the rank's share of a part in blocks that another rank counts."""
         if not self.queries:
             return 0
-        first, stop = units_of_rank(self.queries, self.blocks, rank, p)
+        first, stop = units_of_rank(self.queries, self._blocks, rank, p)
         return self.unit if first % self._share and stop > first else 0
 
     def segments(self, rank: int, p: int) -> Iterator[tuple[int, int]]:
         """Yields block and length of the segments of the rank's share in which products are computed, in order: of a
         part with ``queries`` each unit, in the block of its first query, or -1 where another rank counts it."""
-        held = blocks_of_rank(self.blocks, rank, p)
+        held = blocks_of_rank(self._blocks, rank, p)
         if not self.queries:
             units = self.size // self.unit
             for block in held:

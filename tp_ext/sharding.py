@@ -403,8 +403,8 @@ def head_parts(
         raise ValueError(f"num_heads: must be at least the number of ranks; {numbers}")
     if blocks:
         queries = num_heads if num_kv_heads < num_heads else 0
-        q = Part(num_heads * head_dim, unit=head_dim, blocks=blocks)
-        return q, Part(num_kv_heads * head_dim, unit=head_dim, blocks=blocks, queries=queries)
+        q = Part(num_heads * head_dim, unit=head_dim, blocks=blocks, shares=shares)
+        return q, Part(num_kv_heads * head_dim, unit=head_dim, blocks=blocks, queries=queries, shares=shares)
     group = num_heads // num_kv_heads
     if num_kv_heads >= p or shares is not None:
         q = Part(num_heads * head_dim, unit=group * head_dim, shares=shares)

@@ -59,14 +59,15 @@ Tensor all_to_all_region(const Tensor& x, const ParallelGroup& group, int64_t sp
 Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& targets,
                                     const ParallelGroup& group,
                                     const CrossEntropyOptions& options) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, SymInt, SymInt, SymInt,
-                           int64_t, double, double, const std::string&, bool, bool, int64_t);
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, const std::string&, SymInt, SymInt, SymInt, int64_t,
+             double, double, const std::string&, bool, bool, at::IntArrayRef);
   static const auto op = find_op<Signature>("tp_ext::vocab_parallel_cross_entropy");
   TORCH_CHECK_VALUE(logits.dim() > 0, "logits: a 0-d tensor must have a last dim, the vocabulary");
   const auto vocab = nn::vocab_columns(logits.size(-1), options.vocab_size, group);
   return op.call(logits, targets, group.name, vocab.start, vocab.local, vocab.full,
                  options.ignore_index, options.label_smoothing, options.z_loss, options.reduction,
-                 false, options.vocab_size.has_value(), 0);
+                 false, options.vocab_size.has_value(), {});
 }
 
 void manual_seed(int64_t seed) {

@@ -25,6 +25,8 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
+#include <numeric>
+
 #include "autograd/autocast.h"
 #include "autograd/blocks.h"
 #include "autograd/function.h"
@@ -41,7 +43,7 @@ struct BlockCall {
   std::string group;
   bool sequence_parallel;
   Split tokens;  // under SP: tokens per rank
-  int64_t number;
+  comm::BlocksOfRanks blocks;
   std::vector<int64_t> flat;  // segments
 };
 
@@ -55,7 +57,7 @@ struct SavedBlocks : BlockCall {
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
     auto& data = ctx->saved_data;
     data["group"] = call.group;
-    data["blocks"] = call.number;
+    data["blocks"] = call.blocks;
     data["segments"] = call.flat;
     if (has_bias) data["has_bias"] = true;
     if (call.sequence_parallel) data["tokens"] = c10::SymIntArrayRef(call.tokens.sizes);
@@ -65,7 +67,7 @@ struct SavedBlocks : BlockCall {
     auto& data = ctx->saved_data;
     const bool sp = data.count("tokens") > 0;
     return {{data["group"].toStringRef(), sp, sp ? Split{data["tokens"].toSymIntVector()} : Split(),
-             data["blocks"].toInt(), data["segments"].toIntVector()},
+             data["blocks"].toIntVector(), data["segments"].toIntVector()},
             std::move(tensors[0]),
             std::move(tensors[1]),
             data.count("has_bias") > 0};
@@ -82,7 +84,7 @@ template <typename F>
 Tensor by_segments(const Tensor& like, at::IntArrayRef shape, int64_t dim,
                    const std::vector<Segment>& segments, const F& multiply) {
   const auto n = static_cast<int64_t>(segments.size());
-  if (comm::traced(like)) {  // recorded tensors must not be written
+  if (comm::traced(like) && n > 0) {  // recorded tensors must not be written
     std::vector<Tensor> slices;
     for (const auto& s : segments) slices.push_back(multiply(s, Tensor()));
     return at::cat(slices, dim);
@@ -115,8 +117,9 @@ template <typename F>
 comm::TreeSum tree_of_products(const Tensor& like, const SymInt& columns, const BlockCall& call,
                                const F& multiply) {
   const auto segments = segments_of(call.flat);
-  const auto blocks = own_blocks(call.number, call.group);
-  return sum_of_blocks(like, blocks, [&](int64_t i) {
+  const auto blocks = own_blocks(call.blocks, call.group);
+  const Tensor none = like.new_empty_symint({0, like.sym_size(0), columns});
+  return sum_of_blocks(like, blocks, none, [&](int64_t i) {
     Tensor leaf;
     // Of several parts the products are added in the dtype of the nodes
     for (const auto& s : segments) {
@@ -236,8 +239,9 @@ struct BlockRowLinear : Function<BlockRowLinear> {
     Tensor db;
     if (wants_b) {
       const Tensor& own = grads[0];
+      const int64_t number = std::accumulate(s.blocks.begin(), s.blocks.end(), int64_t{0});
       const auto blocks =
-          s.sequence_parallel ? own_blocks(s.number, s.group) : comm::Blocks{s.number, 0, s.number};
+          s.sequence_parallel ? own_blocks(s.blocks, s.group) : comm::blocks_of({number}, 0);
       auto tree = token_sums(own, blocks, s.sequence_parallel ? s.tokens.total() : own.sym_size(0));
       db = std::move(tree).all_reduce(s.sequence_parallel ? s.group : "", own.scalar_type());
     }
@@ -267,23 +271,23 @@ struct BlockRowLinear : Function<BlockRowLinear> {
 
 Tensor block_column_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                            const std::string& group, bool sequence_parallel, Sizes sizes,
-                           int64_t blocks, at::IntArrayRef segments) {
+                           at::IntArrayRef blocks, at::IntArrayRef segments) {
   refuse_forward_mode(kBlockLinear, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1);
   const int64_t p = comm::size(group);
-  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
+  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks.vec(), segments.vec()};
   if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
   return BlockColumnLinear::apply(x, weight, bias, call);
 }
 
 Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                        const std::string& group, bool sequence_parallel, int64_t blocks,
+                        const std::string& group, bool sequence_parallel, at::IntArrayRef blocks,
                         at::IntArrayRef segments) {
   refuse_forward_mode(kBlockLinear, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1, true);
   const int64_t p = comm::size(group);
-  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks, segments.vec()};
-  if (call.sequence_parallel) call.tokens = comm::block_split(tokens_of(x), blocks, p);
+  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks.vec(), segments.vec()};
+  if (call.sequence_parallel) call.tokens = comm::block_split(tokens_of(x), call.blocks);
   return BlockRowLinear::apply(x, weight, bias, call);
 }
 

@@ -26,40 +26,43 @@ namespace {
 
 struct BlockCopies : Function<BlockCopies> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                               int64_t number) {
+                               at::IntArrayRef blocks) {
     ctx->saved_data["group"] = group;
-    ctx->saved_data["blocks"] = number;
+    ctx->saved_data["blocks"] = blocks;
     const Unrecorded guard(x);
     variable_list copies;
-    for (int64_t i = own_blocks(number, group).count; i > 0; --i) copies.push_back(x.view_as(x));
+    // A rank without a block gets one, too, whose backward meets the others
+    for (int64_t i = std::max<int64_t>(own_blocks(blocks, group).count, 1); i > 0; --i)
+      copies.push_back(x.view_as(x));
     return copies;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward("block_copies", grads);
     const auto group = ctx->saved_data["group"].toStringRef();
-    comm::TreeSum tree(own_blocks(ctx->saved_data["blocks"].toInt(), group));
     const auto defined =
         std::find_if(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
     TORCH_INTERNAL_ASSERT(defined != grads.end());
     const Unrecorded guard(*defined);
+    const auto blocks = own_blocks(ctx->saved_data["blocks"].toIntVector(), group);
+    comm::TreeSum tree(blocks, defined->unsqueeze(0).narrow(0, 0, 0));
     const auto wide = comm::node_dtype(*defined);
-    for (const auto& grad : grads)  // a copy, since autograd may still use it
-      tree.add(grad.defined() ? grad.to(wide, false, true) : at::zeros_like(*defined));
+    for (int64_t i = 0; i < blocks.count; ++i)  // a copy, since autograd may still use it
+      tree.add(grads[i].defined() ? grads[i].to(wide, false, true) : at::zeros_like(*defined));
     return gradients({std::move(tree).all_reduce(group, defined->scalar_type())});
   }
 };
 
 struct BlockSum : Function<BlockSum> {
   static Tensor forward(AutogradContext* ctx, const Tensor& nodes, const std::string& group,
-                        int64_t number, bool scatter) {
+                        at::IntArrayRef blocks, bool scatter) {
     ctx->saved_data["shape"] = nodes.sizes();
     ctx->saved_data["scattered_over"] = scatter ? group : std::string();
     const Unrecorded guard(nodes);
     const auto dtype = nodes.scalar_type();
-    return (scatter
-                ? comm::TreeSum::of_nodes(nodes, number, group, slices(nodes.size(1), group), dtype)
-                : comm::TreeSum::of_nodes(nodes, number, group, dtype))
+    return (scatter ? comm::TreeSum::of_nodes(nodes, blocks.vec(), group,
+                                              slices(nodes.size(1), group), dtype)
+                    : comm::TreeSum::of_nodes(nodes, blocks.vec(), group, dtype))
         .wait();
   }
 
@@ -140,13 +143,15 @@ struct BlockSoftmax : Function<BlockSoftmax> {
 
 }  // namespace
 
-std::vector<Tensor> block_copies(const Tensor& x, const std::string& group, int64_t blocks) {
+std::vector<Tensor> block_copies(const Tensor& x, const std::string& group,
+                                 at::IntArrayRef blocks) {
   refuse_forward_mode("block_copies", x);
   own_blocks(blocks, group);  // its check
   return BlockCopies::apply(x, group, blocks);
 }
 
-Tensor block_sum(const Tensor& nodes, const std::string& group, int64_t blocks, bool scatter) {
+Tensor block_sum(const Tensor& nodes, const std::string& group, at::IntArrayRef blocks,
+                 bool scatter) {
   refuse_forward_mode("block_sum", nodes);
   own_blocks(blocks, group);  // its check
   TORCH_CHECK_VALUE(nodes.dim() > (scatter ? 1 : 0), "nodes: shape ", nodes.sizes(),

@@ -19,10 +19,11 @@ std::vector<Segment> segments_of(at::IntArrayRef flat) {
   return segments;
 }
 
-comm::Blocks own_blocks(int64_t number, const std::string& group) {
+comm::Blocks own_blocks(at::IntArrayRef of_ranks, const std::string& group) {
   const int64_t p = comm::size(group);
-  TORCH_CHECK_VALUE(number >= p, "blocks: ", number, " must be at least the number of ranks, ", p);
-  return comm::blocks_of(number, comm::rank(group), p);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(of_ranks.size()) == p, "blocks: ", of_ranks,
+                    " must be the number of blocks of each of ", p, " ranks");
+  return comm::blocks_of(of_ranks.vec(), comm::rank(group));
 }
 
 Tensor row_major(const Tensor& x) {
@@ -52,7 +53,7 @@ Tensor column_sums(const Tensor& rows, const std::vector<Segment>& segments) {
 
 comm::TreeSum token_sums(const Tensor& x, const comm::Blocks& blocks, const c10::SymInt& total) {
   const auto origin = comm::block_start(total, blocks.first, blocks.number);
-  comm::TreeSum tree(blocks);
+  comm::TreeSum tree(blocks, x.new_empty_symint({0, x.sym_size(-1)}));
   for (int64_t b = blocks.first; b < blocks.first + blocks.count; ++b) {
     const auto begin = comm::block_start(total, b, blocks.number),
                end = comm::block_start(total, b + 1, blocks.number);

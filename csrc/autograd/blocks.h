@@ -21,8 +21,8 @@ struct Segment {
 };
 std::vector<Segment> segments_of(at::IntArrayRef flat);
 
-// This rank's blocks
-comm::Blocks own_blocks(int64_t number, const std::string& group);
+// This rank's blocks, given how many each rank has
+comm::Blocks own_blocks(at::IntArrayRef of_ranks, const std::string& group);
 
 // n rounded up to whole groups of rows. A product of that many rows gives each row the same bits
 // whatever the others are; of fewer, or in the remainder, another kernel of MKL may round otherwise
@@ -62,10 +62,11 @@ void for_each_block(const Tensor& like, int64_t n, const F& f) {
 }
 
 // Adds leaf(i) of this rank's blocks i = 0, 1, .. to a tree; as many of them exist at a time as
-// there are threads
+// there are threads. none: as that of TreeSum.
 template <typename F>
-comm::TreeSum sum_of_blocks(const Tensor& like, const comm::Blocks& blocks, const F& leaf) {
-  comm::TreeSum tree(blocks);
+comm::TreeSum sum_of_blocks(const Tensor& like, const comm::Blocks& blocks, const Tensor& none,
+                            const F& leaf) {
+  comm::TreeSum tree(blocks, none);
   const int64_t wave = like.is_cpu() ? at::get_num_threads() : 1;
   std::vector<Tensor> leaves(wave);
   for (int64_t first = 0; first < blocks.count; first += wave) {

@@ -33,7 +33,7 @@ std::pair<Tensor, Tensor> loss_and_lse(const Tensor& logits, const Tensor& targe
     loss = loss.view_symint(target.sym_sizes());
   } else {
     // torch's sum of many rows depends on the number of threads
-    loss = a.blocks > 0 ? column_sums(loss.unsqueeze(1), {{0, 0, 1}}).squeeze(0) : loss.sum();
+    loss = !a.blocks.empty() ? column_sums(loss.unsqueeze(1), {{0, 0, 1}}).squeeze(0) : loss.sum();
     if (a.reduction == "mean") loss = loss.div(a.counted_rows(target));
   }
   return {cast(loss, a.loss_dtype), lse};
@@ -105,9 +105,9 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
                                     SymInt vocab_local, SymInt vocab_size, int64_t ignore_index,
                                     double label_smoothing, double z_loss,
                                     const std::string& reduction, bool inplace_backward,
-                                    bool vocab_size_given, int64_t blocks) {
+                                    bool vocab_size_given, at::IntArrayRef blocks) {
   Arguments args{{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
-                  label_smoothing, z_loss, blocks},
+                  label_smoothing, z_loss, blocks.vec()},
                  reduction,
                  inplace_backward,
                  logits.scalar_type()};

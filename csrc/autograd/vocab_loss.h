@@ -24,7 +24,9 @@ struct VocabLoss {
   bool vocab_size_given;
   int64_t ignore_index;
   double label_smoothing, z_loss;
-  int64_t blocks = 0;  // of tp_invariant, each with statistics of its own; 0: one part per rank
+  // The ranks' numbers of blocks of tp_invariant, each with statistics of its own; empty: one part
+  // per rank
+  comm::BlocksOfRanks blocks = {};
 
   void check(const std::string& reduction) const {
     TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum",
@@ -61,14 +63,17 @@ struct VocabLoss {
   // rows are gathered.
   Tensor stats(const Tensor& logits, const Tensor& target) const {
     static const auto op = TP_OP(_vocab_ce_stats);
-    if (blocks > 0) {  // [blocks of this rank, rows, 4]
-      const auto own = comm::blocks_of(blocks, comm::rank(group), comm::size(group));
+    if (!blocks.empty()) {  // [blocks of this rank, rows, 4]
+      const auto own = comm::blocks_of(blocks, comm::rank(group));
+      const auto part = [&](const SymInt& begin, const SymInt& length) {
+        return op.call(logits.narrow_symint(-1, begin - vocab_start, length), target, begin, length,
+                       vocab_size, ignore_index, false, true);
+      };
+      if (own.count == 0) return part(vocab_start, 0).unsqueeze(0).narrow(0, 0, 0);
       std::vector<Tensor> parts;
       for (int64_t b = own.first; b < own.first + own.count; ++b) {
-        const auto begin = comm::block_start(vocab_size, b, blocks),
-                   length = comm::block_start(vocab_size, b + 1, blocks) - begin;
-        parts.push_back(op.call(logits.narrow_symint(-1, begin - vocab_start, length), target,
-                                begin, length, vocab_size, ignore_index, false, true));
+        const auto begin = comm::block_start(vocab_size, b, own.number);
+        parts.push_back(part(begin, comm::block_start(vocab_size, b + 1, own.number) - begin));
       }
       return at::stack(parts);
     }
@@ -81,9 +86,10 @@ struct VocabLoss {
     static const auto op = TP_OP(_vocab_ce_loss);
     // Merged in the order of the parts, which are ranks or blocks
     const int64_t p = comm::size(group);
-    const Tensor all = blocks == 0 ? comm::all_gather_stack(stats, group)
-                       : p == 1    ? stats
-                                   : comm::all_gather(stats, group, 0, tensor_split(blocks, p));
+    const Tensor all =
+        blocks.empty() ? comm::all_gather_stack(stats, group)
+        : p == 1       ? stats
+                       : comm::all_gather(stats, group, 0, Split{{blocks.begin(), blocks.end()}});
     return op.call(all, target, vocab_size, ignore_index, label_smoothing, z_loss);
   }
 

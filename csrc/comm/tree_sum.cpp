@@ -3,6 +3,8 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/stack.h>
 
+#include <numeric>
+
 #include "comm/pack.h"
 #include "operators.h"
 
@@ -11,21 +13,27 @@ namespace tp_ext::comm {
 using at::Tensor;
 using c10::SymInt;
 
-Blocks blocks_of(int64_t number, int64_t rank, int64_t p) {
-  const int64_t base = number / p, rest = number % p;
-  return {number, rank * base + std::min(rank, rest), base + (rank < rest)};
+Blocks blocks_of(BlocksOfRanks of_ranks, int64_t rank) {
+  TORCH_CHECK_VALUE(rank < static_cast<int64_t>(of_ranks.size()),
+                    "blocks: ", at::IntArrayRef(of_ranks),
+                    " must be the number of blocks of each rank");
+  const auto begin = of_ranks.begin(), end = of_ranks.end();
+  const int64_t first = std::accumulate(begin, begin + rank, int64_t{0}),
+                number = std::accumulate(begin, end, int64_t{0}), count = of_ranks[rank];
+  return {std::move(of_ranks), number, first, count};
 }
 
 SymInt block_start(const SymInt& n, int64_t b, int64_t number) {
   return (n * b + (number - 1)) / number;
 }
 
-Split block_split(const SymInt& n, int64_t number, int64_t p) {
+Split block_split(const SymInt& n, const BlocksOfRanks& of_ranks) {
+  const int64_t number = std::accumulate(of_ranks.begin(), of_ranks.end(), int64_t{0});
   Split split;
-  for (int64_t rank = 0; rank < p; ++rank) {
-    const auto blocks = blocks_of(number, rank, p);
-    split.sizes.push_back(block_start(n, blocks.first + blocks.count, number) -
-                          block_start(n, blocks.first, number));
+  int64_t first = 0;
+  for (const int64_t count : of_ranks) {
+    split.sizes.push_back(block_start(n, first + count, number) - block_start(n, first, number));
+    first += count;
   }
   return split;
 }
@@ -72,13 +80,15 @@ std::vector<Place> complete(const Blocks& blocks) {
 
 // Whether tp_shm's tree over the ranks is that of the blocks: each rank has one node, and nodes
 // meet in the order of a tree with a leaf for each rank
-bool is_tree_of_ranks(int64_t number, int64_t p) {
+bool is_tree_of_ranks(const BlocksOfRanks& of_ranks) {
   std::vector<Place> nodes, ranks;
   int64_t joins = 0, joins_of_ranks = 0;
+  const auto p = static_cast<int64_t>(of_ranks.size());
   for (int64_t rank = 0; rank < p; ++rank) {
-    const auto own = complete(blocks_of(number, rank, p));
+    const auto blocks = blocks_of(of_ranks, rank);
+    const auto own = complete(blocks);
     if (own.size() != 1) return false;
-    add_node(nodes, own[0], number, [&](const Place&, const Place&) { ++joins; });
+    add_node(nodes, own[0], blocks.number, [&](const Place&, const Place&) { ++joins; });
     add_node(ranks, Place{0, rank}, p, [&](const Place&, const Place&) { ++joins_of_ranks; });
     if (joins != joins_of_ranks) return false;
   }
@@ -103,78 +113,84 @@ Tensor TreeSum::root() const {
 
 Tensor TreeSum::stacked() const {
   TORCH_INTERNAL_ASSERT(next_ == blocks_.first + blocks_.count);
+  if (nodes_.empty()) return none_.to(node_dtype(none_));
   if (nodes_.size() == 1) return nodes_[0].value.unsqueeze(0);
   std::vector<Tensor> values;
   for (const auto& node : nodes_) values.push_back(node.value);
   return at::stack(values);
 }
 
-Split TreeSum::nodes_of_ranks(int64_t number, int64_t p) {
+Split TreeSum::nodes_of_ranks(const BlocksOfRanks& of_ranks) {
   Split split;
-  for (int64_t rank = 0; rank < p; ++rank)
-    split.sizes.emplace_back(static_cast<int64_t>(complete(blocks_of(number, rank, p)).size()));
+  for (size_t rank = 0; rank < of_ranks.size(); ++rank)
+    split.sizes.emplace_back(static_cast<int64_t>(complete(blocks_of(of_ranks, rank)).size()));
   return split;
 }
 
-Tensor TreeSum::total(const Tensor& nodes, int64_t number, int64_t p, at::ScalarType dtype) {
+Tensor TreeSum::total(const Tensor& nodes, const BlocksOfRanks& of_ranks, at::ScalarType dtype) {
   std::vector<Place> waiting;
   std::vector<int64_t> joins;
-  for (int64_t rank = 0; rank < p; ++rank)
-    for (const Place& place : complete(blocks_of(number, rank, p))) {
+  for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
+    const auto blocks = blocks_of(of_ranks, rank);
+    for (const Place& place : complete(blocks)) {
       joins.push_back(0);
-      add_node(waiting, place, number, [&](const Place&, const Place&) { ++joins.back(); });
+      add_node(waiting, place, blocks.number, [&](const Place&, const Place&) { ++joins.back(); });
     }
+  }
   static const auto op = TP_OP(_tree_total);
   return op.call(nodes, joins, dtype);
 }
 
 TreeSum::Pending TreeSum::reduce_scatter_async(const std::string& group, const Split& split,
                                                at::ScalarType dtype) && {
-  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, split,
-                  dtype);
+  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.of_ranks, group,
+                  split, dtype);
 }
 
 TreeSum::Pending TreeSum::all_reduce_async(const std::string& group, at::ScalarType dtype) && {
-  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.number, group, dtype,
-                  true);
+  return of_nodes(size(group) == 1 ? root().unsqueeze(0) : stacked(), blocks_.of_ranks, group,
+                  dtype, true);
 }
 
-void TreeSum::check_nodes(const Tensor& nodes, int64_t number, const std::string& group) {
-  const auto own =
-      static_cast<int64_t>(complete(blocks_of(number, rank(group), size(group))).size());
+void TreeSum::check_nodes(const Tensor& nodes, const BlocksOfRanks& of_ranks,
+                          const std::string& group) {
+  const auto own = static_cast<int64_t>(complete(blocks_of(of_ranks, rank(group))).size());
   TORCH_CHECK_VALUE(nodes.size(0) == own, "nodes: ", nodes.size(0), " must be the ", own,
                     " complete nodes of this rank's blocks");
 }
 
-TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
-                                   const Split& split, at::ScalarType dtype) {
-  check_nodes(nodes, number, group);
+TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, const BlocksOfRanks& of_ranks,
+                                   const std::string& group, const Split& split,
+                                   at::ScalarType dtype) {
+  check_nodes(nodes, of_ranks, group);
   const int64_t p = size(group);
   if (p == 1)
     return {comm::Pending(nodes.select(0, 0), nullptr),
             [dtype](const Tensor& sum) { return sum.to(dtype); }};
-  if (adds_in_a_tree(nodes, group) && is_tree_of_ranks(number, p))
+  if (adds_in_a_tree(nodes, group) && is_tree_of_ranks(of_ranks))
     return {comm::reduce_scatter_async(nodes.select(0, 0), group, 0, split, Order::kTree),
             [dtype](const Tensor& sum) { return sum.to(dtype); }};
-  return {all_to_all_async(nodes, group, 1, 0, split, nodes_of_ranks(number, p)),
-          [number, p, dtype](const Tensor& nodes) { return total(nodes, number, p, dtype); }};
+  return {all_to_all_async(nodes, group, 1, 0, split, nodes_of_ranks(of_ranks)),
+          [of_ranks, dtype](const Tensor& nodes) { return total(nodes, of_ranks, dtype); }};
 }
 
-TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const std::string& group,
-                                   at::ScalarType dtype, bool fresh) {
-  check_nodes(nodes, number, group);
+TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, const BlocksOfRanks& of_ranks,
+                                   const std::string& group, at::ScalarType dtype, bool fresh) {
+  check_nodes(nodes, of_ranks, group);
   const int64_t p = size(group);
   if (p == 1)
     return {comm::Pending(nodes.select(0, 0), nullptr),
             [dtype](const Tensor& sum) { return sum.to(dtype); }};
-  const bool by_backend = adds_in_a_tree(nodes, group) && is_tree_of_ranks(number, p);
+  const bool by_backend = adds_in_a_tree(nodes, group) && is_tree_of_ranks(of_ranks);
   if (by_backend && dtype == nodes.scalar_type()) {
     const Tensor node = nodes.select(0, 0);
     return {comm::all_reduce_async(fresh ? node : fresh_contiguous(node), group, Order::kTree),
             [](const Tensor& sum) { return sum; }};
   }
   const auto shape = nodes.sym_sizes().slice(1).vec();
-  const Tensor flat = nodes.reshape_symint({nodes.sym_size(0), -1});
+  SymInt length = 1;  // not -1: a rank may have no nodes
+  for (const auto& n : shape) length = length * n;
+  const Tensor flat = nodes.reshape_symint({nodes.sym_size(0), length});
   const Split split = tensor_split(flat.sym_size(1), p);
   const auto gathered = [group, split, shape](const Tensor& slice) {
     return all_gather(slice, group, 0, split).view_symint(shape);
@@ -182,9 +198,9 @@ TreeSum::Pending TreeSum::of_nodes(const Tensor& nodes, int64_t number, const st
   if (by_backend)
     return {comm::reduce_scatter_async(flat.select(0, 0), group, 0, split, Order::kTree),
             [dtype, gathered](const Tensor& slice) { return gathered(slice.to(dtype)); }};
-  return {all_to_all_async(flat, group, 1, 0, split, nodes_of_ranks(number, p)),
-          [number, p, dtype, gathered](const Tensor& nodes) {
-            return gathered(total(nodes, number, p, dtype));
+  return {all_to_all_async(flat, group, 1, 0, split, nodes_of_ranks(of_ranks)),
+          [of_ranks, dtype, gathered](const Tensor& nodes) {
+            return gathered(total(nodes, of_ranks, dtype));
           }};
 }
 

@@ -21,23 +21,29 @@
 
 namespace tp_ext::comm {
 
-// The blocks of a rank: [first, first + count) of `number`, cut as torch.tensor_split
+// The numbers of blocks of the ranks, which the caller has cut
+using BlocksOfRanks = std::vector<int64_t>;
+
+// The blocks of a rank: [first, first + count) of `number`
 struct Blocks {
+  BlocksOfRanks of_ranks;
   int64_t number, first, count;
 };
-Blocks blocks_of(int64_t number, int64_t rank, int64_t p);
+Blocks blocks_of(BlocksOfRanks of_ranks, int64_t rank);
 
 // Where block b of n units begins: ceil(b n / number)
 c10::SymInt block_start(const c10::SymInt& n, int64_t b, int64_t number);
 
 // The lengths of the ranks' shards of n units
-Split block_split(const c10::SymInt& n, int64_t number, int64_t p);
+Split block_split(const c10::SymInt& n, const BlocksOfRanks& of_ranks);
 
 at::ScalarType node_dtype(const at::Tensor& leaf);
 
 class TreeSum {
  public:
-  explicit TreeSum(const Blocks& blocks) : blocks_(blocks), next_(blocks.first) {}
+  // none: the stack of no results, [0, ..], of a rank without a block
+  TreeSum(const Blocks& blocks, at::Tensor none)
+      : blocks_(blocks), none_(std::move(none)), next_(blocks.first) {}
 
   // The result of the next block; takes ownership of `leaf`, which the caller has just allocated
   void add(const at::Tensor& leaf);
@@ -61,10 +67,10 @@ class TreeSum {
 
   // The sum over all blocks from the complete nodes of this rank, [nodes, ..]: on every rank, or
   // this rank's slice of dim 0. fresh: the caller has just allocated them.
-  static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
-                          at::ScalarType dtype, bool fresh = false);
-  static Pending of_nodes(const at::Tensor& nodes, int64_t number, const std::string& group,
-                          const Split& split, at::ScalarType dtype);
+  static Pending of_nodes(const at::Tensor& nodes, const BlocksOfRanks& of_ranks,
+                          const std::string& group, at::ScalarType dtype, bool fresh = false);
+  static Pending of_nodes(const at::Tensor& nodes, const BlocksOfRanks& of_ranks,
+                          const std::string& group, const Split& split, at::ScalarType dtype);
   Pending reduce_scatter_async(const std::string& group, const Split& split,
                                at::ScalarType dtype) &&;
 
@@ -77,11 +83,14 @@ class TreeSum {
   at::Tensor root() const;
   // All complete nodes of this rank, stacked; and the sum from those of all ranks
   at::Tensor stacked() const;
-  static at::Tensor total(const at::Tensor& nodes, int64_t number, int64_t p, at::ScalarType dtype);
-  static Split nodes_of_ranks(int64_t number, int64_t p);
-  static void check_nodes(const at::Tensor& nodes, int64_t number, const std::string& group);
+  static at::Tensor total(const at::Tensor& nodes, const BlocksOfRanks& of_ranks,
+                          at::ScalarType dtype);
+  static Split nodes_of_ranks(const BlocksOfRanks& of_ranks);
+  static void check_nodes(const at::Tensor& nodes, const BlocksOfRanks& of_ranks,
+                          const std::string& group);
 
   Blocks blocks_;
+  at::Tensor none_;
   int64_t next_;
   std::vector<Node> nodes_;
 };

@@ -18,6 +18,7 @@ from tests.helpers import ranks, small_gpt
 from tests.helpers.compression import Exchange
 from tests.helpers.dtypes import default_dtype
 from tp_ext import _ops
+from tp_ext.invariance import blocks_of_ranks
 from tp_ext.low_precision import compress_gradients
 
 NCCL = "nccl" in os.environ.get(ranks.BACKEND, "")
@@ -134,7 +135,10 @@ def test_means_of_compressed_gradients(compress, p, device):
 def tree(group, device, nodes):
     """The sum of the rank's nodes in the tree over those of all ranks, whole and its slice."""
     own = nodes.tensor_split(group.size())[group.rank()].to(device)
-    return [_ops.block_sum(own, group.group_name, len(nodes), scatter) for scatter in (False, True)]
+    return [
+        _ops.block_sum(own, group.group_name, blocks_of_ranks(len(nodes), group.size()), scatter)
+        for scatter in (False, True)
+    ]
 
 
 @P

@@ -79,17 +79,22 @@ def _own_rows(rank: int, p: int, given: dict) -> dict[str, Any]:
     return {"rows": given["rows"] - given["rows"].min(), **({"num_rows": 2 * ROWS // p} if "num_rows" in given else {})}
 
 
+def _one_block_each(rank: int, p: int, given: dict) -> dict[str, list[int]]:
+    return {"blocks": [1] * p}
+
+
 def _segments(dim: int) -> Any:
     """The segments of two blocks of a weight's dim."""
 
     def by_rank(rank: int, p: int, given: dict) -> dict[str, list[int]]:
         length = given["weight"].shape[dim] * p // 2
-        return {"segments": [n for i in range(2 // p) for n in (rank + i, i * length, length)]}
+        segments = [n for i in range(2 // p) for n in (rank + i, i * length, length)]
+        return {"segments": segments, "blocks": [2 // p] * p}
 
     return by_rank
 
 
-BLOCKS = {"blocks": 2, "segments": []}
+BLOCKS = {"blocks": [2], "segments": []}
 GROUP, SP = {"group": "tp"}, {"group": "tp", "sequence_parallel": True}
 LINEAR = {"x": _x(), "weight": _x(OUT, IN), "bias": _x(OUT)}
 COLUMN, ROW = {"weight": S(0), "bias": S(0)}, {"weight": S(1), "bias": I}
@@ -133,8 +138,8 @@ CASES = [
         Case("block_row_linear", {**LINEAR, **where, **BLOCKS}, {"x": S(1), **ROW}, _segments(1))
         for where in (GROUP | {"sequence_parallel": False}, SP)
     ),
-    Case("block_copies", {"x": _x(), **GROUP, "blocks": 1}, {"x": I}, lambda rank, p, given: {"blocks": p}),
-    Case("block_sum", {"nodes": _x(1, 5), **GROUP, "blocks": 1}, {"nodes": P}, lambda rank, p, given: {"blocks": p}),
+    Case("block_copies", {"x": _x(), **GROUP, "blocks": [1]}, {"x": I}, _one_block_each),
+    Case("block_sum", {"nodes": _x(1, 5), **GROUP, "blocks": [1]}, {"nodes": P}, _one_block_each),
     Case(
         "linear_2d",
         {**LINEAR, **PLANE, "weight_size": IN, "row": False, "activations": "replicated"},
@@ -300,8 +305,8 @@ def _as_function(case: Case) -> type:
 
     members = {"forward": forward, "setup_context": setup_context}
 
-    def of_one_block(*, x: Tensor, group: Any, blocks: int) -> Any:
-        return RULES["block_copies"](x=x, group=group, blocks=2)[0]  # a block for each rank
+    def of_one_block(*, x: Tensor, group: Any, blocks: Any) -> Any:
+        return RULES["block_copies"](x=x, group=group, blocks=[1, 1])[0]  # a block for each rank
 
     special = {"copy_to_region_coalesced": types, "block_copies": of_one_block}
     members["spmd_typecheck"] = special.get(case.operator, RULES[case.operator])

@@ -93,12 +93,22 @@ def optimizer_of(model, muon, lr):
 
 
 def trained(
-    group, steps=2, blocks=8, dtype=torch.float32, autocast=False, threads=1, muon=False, seq=13, loss=None, **options
+    group,
+    steps=2,
+    blocks=8,
+    dtype=torch.float32,
+    autocast=False,
+    threads=1,
+    muon=False,
+    seq=13,
+    loss=None,
+    shares=None,
+    **options,
 ):
     """Loss and gradient norm of each step in hex, and the digest of model and optimizer."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    with tp_ext.tp_invariant(blocks) if blocks else tp_ext.invariance.using_blocks(None):
+    with tp_ext.tp_invariant(blocks) if blocks else tp_ext.invariance.using_blocks(None), tp_ext.shares(shares):
         model = Model(group, **options).to(dtype)
     optimizer = optimizer_of(model, muon, lr=1e-2)
     numbers = []

@@ -23,8 +23,8 @@ INVARIANCE_BUGS = [
     _bug(
         "loss",
         "tp_ext/nn/loss.py",
-        "        current_blocks() or 0,\n",
-        "        0,\n",
+        "[] if blocks is None else blocks_of_ranks(blocks, resolved.size),",
+        "[],",
         "The statistics of the loss are those of the ranks' columns.",
         f"{BITS}[loss]",
     ),
@@ -39,8 +39,8 @@ INVARIANCE_BUGS = [
     _bug(
         "kv_heads",
         "tp_ext/nn/attention/self_attention.py",
-        "        if self.within_blocks:",
-        "        if self.within_blocks or not self.group:",
+        "        elif self.within_blocks:",
+        "        elif True:",
         "Where ranks share no KV head, its gradient is the sum over the query heads of the rank.",
         f"{BITS}[fp32]",
     ),
@@ -106,8 +106,8 @@ INVARIANCE_BUGS = [
     _bug(
         "row_bias",
         "csrc/autograd/block_linear.cpp",
-        ": comm::Blocks{s.number, 0, s.number};",
-        ": comm::Blocks{1, 0, 1};",
+        ": comm::blocks_of({number}, 0);",
+        ": comm::blocks_of({std::min<int64_t>(number, 1)}, 0);",
         "The gradient of a row's bias is one sum without sequence parallelism.",
         f"{BITS}[fp32]",
     ),

@@ -20,14 +20,14 @@ def block_column_linear(
     group: str,
     sequence_parallel: bool,
     sizes: Sizes,
-    blocks: int,
+    blocks: Sequence[int],
     segments: Sequence[int],
 ) -> Tensor:
     """Returns :func:`column_parallel_linear` with the same bits for every number of ranks: products are computed by
     blocks, and dx is summed by one tree over them.
 
     Args:
-        blocks: their number over all ranks.
+        blocks: how many each rank has.
         segments: triples (block, start, length) that make up the rows of ``weight``; block -1: copies of rows whose dx
             another rank counts.
 
@@ -43,7 +43,7 @@ def block_row_linear(
     bias: Tensor | None,
     group: str,
     sequence_parallel: bool,
-    blocks: int,
+    blocks: Sequence[int],
     segments: Sequence[int],
 ) -> Tensor:
     """Returns :func:`row_parallel_linear` with the same bits for every number of ranks; arguments as
@@ -55,15 +55,16 @@ def block_row_linear(
 
 
 @operator
-def block_copies(x: Tensor, group: str, blocks: int) -> list[Tensor]:
-    """Returns x once for each block of this rank; dx is the tree over the gradients of all blocks.
+def block_copies(x: Tensor, group: str, blocks: Sequence[int]) -> list[Tensor]:
+    """Returns x once for each block of this rank, or once where it has none; dx is the tree over the gradients of all
+    blocks.
 
     Communicates: backward, an all-to-all and an all-gather of x.
     """
 
 
 @operator
-def block_sum(nodes: Tensor, group: str, blocks: int, scatter: bool = False) -> Tensor:
+def block_sum(nodes: Tensor, group: str, blocks: Sequence[int], scatter: bool = False) -> Tensor:
     """Returns the tree over all blocks, ``[..]``, the same on all ranks, in the dtype of the nodes. Each node has the
     gradient dy.
 

@@ -4,6 +4,8 @@
 C++: vocab_embedding, vocab_cross_entropy; formulas of the loss: csrc/kernels/vocab_cross_entropy.h.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tp_ext._ops.binding import Sizes, direct_operator, operator, primitive
@@ -58,7 +60,7 @@ def vocab_parallel_cross_entropy(
     reduction: str,
     inplace_backward: bool,
     vocab_size_given: bool = True,
-    blocks: int = 0,
+    blocks: Sequence[int] = (),
 ) -> Tensor:
     """Returns the cross entropy of the full logits, ``target``'s shape or reduced; arguments as
     :func:`tp_ext.vocab_parallel_cross_entropy`.
@@ -66,7 +68,8 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[.., columns]``, columns >= vocab_local.
         vocab_size_given: whether the user gave it; errors of ranks that disagree name it then.
-        blocks: of :func:`tp_ext.tp_invariant`, which have statistics of their own; 0: one part per rank.
+        blocks: how many of :func:`tp_ext.tp_invariant` each rank has, with statistics of their own; empty: one part
+            per rank.
 
     Communicates: forward, one all-gather of four numbers a row, with ``blocks`` of each block.
     """

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tp_ext.conversions import CONVERSIONS, Type
 from tp_ext.group import parallel_group, process_group
-from tp_ext.invariance import blocks_of_rank
 from tp_ext.model.same_input import check_same_input
 from tp_ext.nn.forms import ScaledGradient
 from tp_ext.nn.moe.experts import AddedOnce
@@ -245,9 +244,8 @@ def block_row_linear(*, x: Tensor, weight: Tensor, bias: Tensor | None, group: s
 
 
 @rule
-def block_copies(*, x: Tensor, group: str, blocks: int) -> list[Typed]:
-    _, p, rank = parallel_group(group)
-    return [copied(x, group) for _ in blocks_of_rank(blocks, rank, p)]
+def block_copies(*, x: Tensor, group: str, blocks: Sequence[int]) -> list[Typed]:
+    return [copied(x, group) for _ in range(max(blocks[parallel_group(group).rank], 1))]
 
 
 @rule

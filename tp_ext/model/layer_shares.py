@@ -56,7 +56,7 @@ def take_shares(layer: Any, activations: str) -> None:
         refuse_in_shares(
             weight_group=layer.weight_group.size > 1 and f"{layer.weight_group.size} ranks",
             activations=activations == "hidden" and activations,
-            tp_invariant=current_blocks(),
+            tokens=current_blocks() is not None and not shares.tokens and "False",
         )
         layer.shares, layer.token_shares = shares.weights, shares.weights if shares.tokens else None
 

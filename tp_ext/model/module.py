@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, warn_caller
 from tp_ext.group import Group, ParallelGroup, check_place, layer_group, parallel_group
-from tp_ext.invariance import block_sizes, check_ranks, current_blocks, refuse_in_blocks
+from tp_ext.invariance import block_sizes, blocks_in_shares, check_ranks, current_blocks, refuse_in_blocks
 from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
 from tp_ext.model.layer_shares import FirstCall, check_activations, meet_once, take_shares
@@ -105,7 +105,8 @@ class ParallelModule(nn.Module):
         if self.weight_group.size > 1 and self.weight_group.name == self.tp_group.name:
             raise ValueError(f"weight_group: {weight_group!r} must be another group than group")
         take_shares(self, activations)
-        self.invariant_blocks = current_blocks()
+        blocks = current_blocks()
+        self.invariant_blocks = None if blocks is None else blocks_in_shares(blocks, self.shares)
         if self.invariant_blocks is not None:
             self._check_blocks(self.invariant_blocks, activations)
         self.activations = activations

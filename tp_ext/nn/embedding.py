@@ -33,7 +33,7 @@ def vocab_sharding(vocab_size: int, p: int, pad_to_multiple_of: int | None, shar
             raise ValueError(f"pad_to_multiple_of: {pad_to_multiple_of} must not be given in tp_invariant")
         if vocab_size < blocks:
             raise ValueError(f"vocab_size: {vocab_size} must be at least the blocks of tp_invariant, {blocks}")
-        return Sharding(0, (Part(vocab_size, blocks=blocks),))
+        return Sharding(0, (Part(vocab_size, blocks=blocks, shares=shares),))
     if pad_to_multiple_of is None:
         return Sharding(0, (Part(vocab_size, shares=shares),))
     if shares is not None:
@@ -68,7 +68,9 @@ class _VocabParallel(FormedLinear):
         self.vocab_size = vocab_size
         self.sharding = vocab_sharding(vocab_size, p, pad_to_multiple_of, self.shares)
         sizes = self.sharding.local_sizes(p)
-        known = self.shares is None or (sizes == split_sizes(vocab_size, p) and vocab_size >= p)  # by the operators
+        # By the operators, which take blocks from the context
+        known = self.shares is None or (sizes == split_sizes(vocab_size, p) and vocab_size >= p)
+        known = known or self.invariant_blocks is not None
         self.vocab_sizes = None if known else sizes
         (rows,) = self.sharding.slices(rank, p)
         self.vocab_start, self.vocab_local = rows.start, rows.stop - rows.start

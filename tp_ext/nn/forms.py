@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tp_ext import _ops
-from tp_ext.invariance import refuse_compiled
+from tp_ext.invariance import blocks_of_ranks, refuse_compiled
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.gather_ahead import find_forward
 from tp_ext.sharding import Layout
@@ -298,13 +298,13 @@ class Blocks(Form):
         return _ops.block_row_linear(x, weight, bias, *where)
 
     @staticmethod
-    def _operands(layer: FormedLinear, weight: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    def _operands(layer: FormedLinear, weight: Tensor | None) -> tuple[Tensor, Tensor | None, list[int]]:
         refuse_compiled()
         weight = layer.parameter("weight", weight)
         layer.check_shape(weight)
         assert layer.invariant_blocks is not None
         bias = None if layer.skip_bias_add else layer.parameter("bias", operator_sums=True)
-        return weight, bias, layer.invariant_blocks
+        return weight, bias, blocks_of_ranks(layer.invariant_blocks, layer.tp_group.size)
 
     def experts(self, layer: FormedExperts, x: Tensor, counts: Sequence[int]) -> Tensor:
         return layer.in_blocks(x, counts)

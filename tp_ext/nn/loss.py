@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_int, check_number
 from tp_ext.group import NOT_GIVEN, Group, ParallelGroup, check_place, layer_group, parallel_group
-from tp_ext.invariance import check_ranks, current_blocks, refuse_in_blocks, units_of_rank
+from tp_ext.invariance import (
+    blocks_in_shares,
+    blocks_of_ranks,
+    check_ranks,
+    current_blocks,
+    refuse_in_blocks,
+    units_of_rank,
+    using_blocks,
+)
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
 from tp_ext.model.layer_shares import FirstCall, layer_shares
 from tp_ext.model.same_input import DebugMode, check_same_input
@@ -82,7 +90,8 @@ def vocab_parallel_cross_entropy(
     axes = data_axes(mean_over)
     check_reductions(reduction, axes, gradient_reduction)
     check_loss_numbers(ignore_index, label_smoothing, z_loss)
-    refuse_in_blocks(current_blocks(), mean_over=axes.axes or None)
+    blocks = current_blocks()
+    refuse_in_blocks(blocks, mean_over=axes.axes or None)
     if DebugMode.on:
         check_same_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved, sizes=sizes)
@@ -106,7 +115,7 @@ def vocab_parallel_cross_entropy(
             "sum" if axes.axes else reduction,
             inplace_backward,
             vocab_size is not None or sizes is not None,
-            current_blocks() or 0,
+            [] if blocks is None else blocks_of_ranks(blocks, resolved.size),
         )
     if not axes.axes:
         return loss
@@ -247,12 +256,19 @@ class VocabParallelCrossEntropy(nn.Module):
         check_place(self.tp_group)
 
     def forward(self, logits_local: Tensor, target: Tensor) -> Tensor:
+        blocks = current_blocks()
+        if blocks is None or self.shares is None:
+            return self._loss(logits_local, target, self.sizes)
+        with using_blocks(blocks_in_shares(blocks, self.shares)):
+            return self._loss(logits_local, target, None)
+
+    def _loss(self, logits_local: Tensor, target: Tensor, sizes: list[int] | None) -> Tensor:
         return vocab_parallel_cross_entropy(
             logits_local,
             target,
             self.tp_group.name or None,
             vocab_size=self.vocab_size,
-            sizes=self.sizes,
+            sizes=sizes,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,

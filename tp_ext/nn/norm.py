@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tp_ext import _ops
 from tp_ext._checks import check_flag, check_number, refuse_group
 from tp_ext.group import NOT_GIVEN, Group
-from tp_ext.invariance import block_start, blocks_of_rank, refuse_compiled
+from tp_ext.invariance import block_start, blocks_of_rank, blocks_of_ranks, refuse_compiled
 from tp_ext.model.fused_paths import is_plain
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import Constant
@@ -128,9 +128,11 @@ class _Norm(ParallelModule):
         assert blocks is not None
         first = blocks_of_rank(blocks, group.rank, group.size).start if over_ranks else 0
         copies: dict[str, list[Tensor]] = {}
+        of_ranks = blocks_of_ranks(blocks, group.size) if over_ranks else [int(blocks)]
         for name in self._names:
             if (param := _flattened(self.parameter(name))) is not None:
-                copies[name] = _ops.block_copies(param, group.name if over_ranks else "", blocks)
+                copies[name] = _ops.block_copies(param, group.name if over_ranks else "", of_ranks)
+        segments = segments or [(first, 0)]
         lengths = [length for _, length in segments]
         slices, rest = x.split(lengths, dim), None if residual is None else residual.split(lengths, dim)
         results = []

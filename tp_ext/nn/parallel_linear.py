@@ -95,7 +95,8 @@ class ParallelLinear(FormedLinear):
             self.register_parameter("bias", None)
         self.operator_gathers = gathered_by_operator(self, skip_bias_add)
         if self.invariant_blocks is not None:
-            self._segments = weight_sharding.segments(self.tp_group.rank, self.tp_group.size)
+            of_layer = weight_sharding.in_shares(self.shares)
+            self._segments = of_layer.segments(self.tp_group.rank, self.tp_group.size)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Group = NOT_GIVEN, **options: Any) -> Self:

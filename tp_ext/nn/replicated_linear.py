@@ -78,7 +78,7 @@ class ReplicatedLinear(ParallelModule):
             refuse_compiled()
             refuse_in_blocks(self.invariant_blocks, has_own_tokens=has_own_tokens)
             whole = [0, 0, self.out_features]
-            return _ops.block_column_linear(x, self.weight, self.bias, "", False, None, 1, whole)
+            return _ops.block_column_linear(x, self.weight, self.bias, "", False, None, [1], whole)
         if self.grad_accumulation_fusion and not self.is_coalesced("weight"):
             weight = self.parameter("weight", self._entering("weight", self.weight))
         else:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tp_ext import _ops
 from tp_ext.group import ALONE, ParallelGroup
-from tp_ext.invariance import blocks_of_rank
+from tp_ext.invariance import blocks_of_rank, blocks_of_ranks
 
 _BUCKET_BYTES = 32 << 20
 
@@ -69,6 +69,7 @@ class MicrobatchTree:
 
     def __init__(self, model: nn.Module, blocks: int, data: ParallelGroup = ALONE) -> None:
         self._blocks, self._data = blocks, data
+        self._of_ranks = blocks_of_ranks(blocks, data.size)
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # FSDP2 sets the gradients of the parameters, and adds them to those of earlier steps
         self._params = [] if self._sharded else [param for param in model.parameters() if param.requires_grad]
@@ -100,7 +101,7 @@ class MicrobatchTree:
         Communicates: for each 32 MiB of parameters an all-to-all of nodes over the data ranks, and an all-gather.
         """
         for bucket in self._buckets():
-            total = _ops.block_sum(self._nodes.stacked(bucket), self._data.name, self._blocks)
+            total = _ops.block_sum(self._nodes.stacked(bucket), self._data.name, self._of_ranks)
             for i, grad in zip(bucket, total.split([self._params[i].numel() for i in bucket]), strict=True):
                 param, before = self._params[i], self._before[i]
                 grad = grad.view_as(param).to(param.dtype)
@@ -138,6 +139,7 @@ class _ShardedTree:
 
     def __init__(self, blocks: int, data: ParallelGroup) -> None:
         self._blocks, self._data = blocks, data
+        self._of_ranks = blocks_of_ranks(blocks, data.size)
         self._nodes = CompleteNodes(blocks, data.rank, data.size)
         self._numel: int | None = None
 
@@ -173,5 +175,5 @@ class _ShardedTree:
         if not self._nodes.all_added:
             out.fill_(-0.0)
             return
-        out.copy_(_ops.block_sum(self._nodes.stacked([0]), self._data.name, self._blocks, True))
+        out.copy_(_ops.block_sum(self._nodes.stacked([0]), self._data.name, self._of_ranks, True))
         self._nodes = CompleteNodes(self._blocks, self._data.rank, self._data.size)

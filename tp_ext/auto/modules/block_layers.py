@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tp_ext import _ops
 from tp_ext.group import ParallelGroup
+from tp_ext.invariance import blocks_of_ranks
 from tp_ext.model.layouts import declare_layouts
 from tp_ext.nn.norm import LayerNorm
 from tp_ext.sharding import Layout, Sharding
@@ -27,6 +28,7 @@ class BlockConv1D(nn.Module):
         self._parameters.update(dense._parameters)
         self.nf = self._parameters["weight"].shape[1]  # type: ignore[union-attr]
         self.is_row, self.tp_group, self.invariant_blocks = sharding.dim == 0, group, blocks
+        self.blocks = blocks_of_ranks(blocks, group.size)
         self.segments = sharding.segments(group.rank, group.size)
         declare_layouts(self, {"weight": Layout((sharding, group))})
         if not self.is_row and self._parameters.get("bias") is not None:
@@ -38,8 +40,8 @@ class BlockConv1D(nn.Module):
         assert parameter is not None
         weight = parameter.t().contiguous()
         if self.is_row:
-            return _ops.block_row_linear(x, weight, bias, name, False, self.invariant_blocks, self.segments)
-        return _ops.block_column_linear(x, weight, bias, name, False, None, self.invariant_blocks, self.segments)
+            return _ops.block_row_linear(x, weight, bias, name, False, self.blocks, self.segments)
+        return _ops.block_column_linear(x, weight, bias, name, False, None, self.blocks, self.segments)
 
 
 def layer_norm(module: nn.Module) -> LayerNorm | None:

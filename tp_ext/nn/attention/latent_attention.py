@@ -145,7 +145,7 @@ class ParallelLatentAttention(SelfAttention):
         refuse_in_blocks(blocks, exact_dropout=not exact_dropout and "False")
         heads, _ = head_parts(num_heads, num_heads, 1, p, blocks or 0, self.shares)
         # The one rotated key serves the query heads of all blocks
-        self._shared_key = None if blocks is None else KVHeadsInBlocks(num_heads, 1, blocks, self.tp_group)
+        self._shared_key = None if blocks is None else KVHeadsInBlocks(num_heads, 1, blocks, self.tp_group, True)
         self.num_heads = num_heads
         self.first_head_local, last = heads.span(rank, p)
         self.num_heads_local = last - self.first_head_local

@@ -14,7 +14,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, check_number, check_probability, check_tensor
 from tp_ext.common_generator import begin_draw
 from tp_ext.group import Group, ParallelGroup
-from tp_ext.invariance import block_of, block_start, blocks_of_rank, refuse_in_blocks
+from tp_ext.invariance import block_of, block_start, blocks_of_rank, blocks_of_ranks, refuse_in_blocks, shares_of_blocks
 from tp_ext.model.module import ParallelModule
 from tp_ext.nn.attention.kv_cache import TokenCache
 from tp_ext.nn.attention.rotary import RotaryEmbedding, packed_positions, sequence_lengths
@@ -216,20 +216,23 @@ class KVHeadsInBlocks:
         num_heads, num_kv_heads: of the full layer.
         blocks: of :func:`tp_ext.tp_invariant`.
         group: the ranks that hold the other heads.
+        replicated: all ranks have the key-value heads, also those without a query head that uses them.
 
     Attributes:
         segments: for q, and for k and v: block and number of heads of each segment that is computed by itself.
         of_queries: the KV head on this rank of each query head of this rank.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, blocks: int, group: ParallelGroup) -> None:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, blocks: int, group: ParallelGroup, replicated: bool = False
+    ) -> None:
         _, p, rank = group
         self.num_heads, self.num_kv_heads, self.blocks = num_heads, num_kv_heads, blocks
         self.share = num_heads // num_kv_heads
-        parts = head_parts(num_heads, num_kv_heads, 1, p, blocks)
+        parts = head_parts(num_heads, num_kv_heads, 1, p, blocks, shares_of_blocks(blocks))
         self.segments = [list(part.segments(rank, p)) for part in parts]
         self.first, self.stop = parts[1].span(rank, p)
-        self.held = blocks_of_rank(blocks, rank, p)
+        self.held, self.of_ranks = blocks_of_rank(blocks, rank, p), blocks_of_ranks(blocks, p)
         self.of_queries = [head // self.share - self.first for head in range(*parts[0].span(rank, p))]
         # Where every KV head serves the query heads of one block, its gradient is a sum within the block
         self.within_blocks = all(
@@ -237,7 +240,7 @@ class KVHeadsInBlocks:
             for head in range(num_kv_heads)
         )
         # On all ranks alike: whether some rank holds heads that another one counts
-        self.group = group.name if any(parts[1].copied(other, p) for other in range(p)) else ""
+        self.group = group.name if replicated or any(parts[1].copied(other, p) for other in range(p)) else ""
 
     def expanded(self, x: Tensor) -> Tensor:
         """Returns the KV head of each query head of this rank.
@@ -249,19 +252,19 @@ class KVHeadsInBlocks:
 
         Communicates: backward, if ranks share KV heads, an all-to-all and an all-gather of the gradient of all of them.
         """
-        if self.share == 1:
+        if self.share == 1 and not self.group:
             return x
         base, held = self.first, self.held
-        if self.within_blocks:
+        if self.group:
+            base, after = 0, self.num_kv_heads - self.first - x.shape[-2]
+            copies = _ops.block_copies(F.pad(x, (0, 0, self.first, after)), self.group, self.of_ranks)
+        elif self.within_blocks:
             copies = [x] * len(held)
-        elif self.group:
-            base = 0
-            copies = _ops.block_copies(
-                F.pad(x, (0, 0, self.first, self.num_kv_heads - self.stop)), self.group, self.blocks
-            )
         else:
             # The blocks of other ranks use other heads: their leaves are zeros
-            copies = _ops.block_copies(x, "", self.blocks)[held.start : held.stop]
+            copies = _ops.block_copies(x, "", [int(self.blocks)])[held.start : held.stop]
+        if not held:
+            return (copies[0] if self.group else x).narrow(-2, 0, 0)
         heads = [
             copy.narrow(-2, head // self.share - base, 1)
             for copy, block in zip(copies, held, strict=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tp_ext import _ops
 from tp_ext._checks import check_choice, check_flag, check_int
 from tp_ext.group import Group, ParallelGroup, parallel_group
-from tp_ext.invariance import refuse_compiled, refuse_in_blocks
+from tp_ext.invariance import blocks_of_ranks, refuse_compiled, refuse_in_blocks
 from tp_ext.mesh import GRADIENT_REDUCTIONS
 from tp_ext.model.fused_paths import is_plain
 from tp_ext.model.module import ParallelModule
@@ -160,8 +160,9 @@ class ParallelExperts(ParallelModule):
         # unbind, whose backward is one stack: that of an index makes a tensor of all experts for each
         params = [[None] * len(counts) if p is None else p.unbind(0) for p in map(self.parameter, names)]
         activate = _ops.gated_act if self.gated else _ops.bias_act
-        group, blocks, (up_segments, down_segments) = self.tp_group.name, self.invariant_blocks, self._segments
-        assert blocks is not None
+        assert self.invariant_blocks is not None
+        group, (up_segments, down_segments) = self.tp_group.name, self._segments
+        blocks = blocks_of_ranks(self.invariant_blocks, self.tp_group.size)
         results = []
         for rows, up, up_bias, down, down_bias in zip(x.split(list(counts)), *params, strict=True):
             h = _ops.block_column_linear(rows, up, None, group, False, None, blocks, up_segments)

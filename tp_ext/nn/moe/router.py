@@ -202,7 +202,7 @@ class Router(ParallelModule):
             return logits, logits.softmax(-1) if softmax else logits.sigmoid()
         refuse_compiled()
         # One product, on one thread; torch's sigmoid rounds the last elements of each thread in another way
-        logits = _ops.block_column_linear(x, weight, None, "", False, None, 1, [0, 0, weight.shape[0]])
+        logits = _ops.block_column_linear(x, weight, None, "", False, None, [1], [0, 0, weight.shape[0]])
         if softmax:
             return logits, _ops.block_softmax(logits[None], False)[0]
         with one_thread():
