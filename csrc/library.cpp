@@ -121,10 +121,14 @@ TORCH_LIBRARY(tp_ext, m) {
   // 0) [1, n]; and the values with the scales that this gives, with the inverse of these
   m.def("_finite_amax(Tensor x, int? dim=None) -> Tensor", tags);
   m.def("_float8_quantize(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor)", tags);
-  // Rows of a frozen weight in fp32: of int8 [m, n] with a scale per row, or with a block of uint8
-  // [m, n / 2] with a scale per block of inputs, input 2j in the low and 2j + 1 in the high bits;
-  // and the product x W^T of few tokens x [tokens, n] with it, in the dtype of x
-  m.def("_dequantize_low_bits(Tensor packed, Tensor scale, int? block=None) -> Tensor", tags);
+  // Rows of a frozen weight in fp32, or rounded from it to dtype: of int8 [m, n] with a scale per
+  // row, or with a block of uint8 [m, n / 2] with a scale per block of inputs, input 2j in the low
+  // and 2j + 1 in the high bits; and the product x W^T of few tokens x [tokens, n] with it, in the
+  // dtype of x
+  m.def(
+      "_dequantize_low_bits(Tensor packed, Tensor scale, int? block=None, ScalarType? dtype=None) "
+      "-> Tensor",
+      tags);
   m.def("_low_bits_product(Tensor x, Tensor packed, Tensor scale, int? block=None) -> Tensor",
         tags);
   // The linears in blocks of tp_invariant: sums are one tree over `blocks` blocks. segments:

@@ -91,8 +91,8 @@ Tensor float8_grouped_linear(const Tensor& x, const Tensor& weight, at::IntArray
 Tensor _finite_amax(const Tensor& x, std::optional<int64_t> dim);
 std::tuple<Tensor, Tensor> _float8_quantize(const Tensor& x, const Tensor& amax,
                                             at::ScalarType dtype);
-Tensor _dequantize_low_bits(const Tensor& packed, const Tensor& scale,
-                            std::optional<int64_t> block);
+Tensor _dequantize_low_bits(const Tensor& packed, const Tensor& scale, std::optional<int64_t> block,
+                            std::optional<at::ScalarType> dtype);
 Tensor _low_bits_product(const Tensor& x, const Tensor& packed, const Tensor& scale,
                          std::optional<int64_t> block);
 Tensor _column_sums(const Tensor& x, at::IntArrayRef lengths);

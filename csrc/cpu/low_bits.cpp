@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "cpu/dispatch.h"
+#include "cpu/low_bits_avx512.h"
 
 namespace tp_ext {
 namespace {
@@ -19,38 +20,65 @@ TP_INLINE float low(uint8_t q) {
 }
 TP_INLINE float high(uint8_t q) { return static_cast<float>((q >> 4) - 8); }
 
-TP_MULTIVERSION void dequantize_8(const uint8_t* __restrict q, float scale, float* __restrict row,
+template <typename T>
+TP_MULTIVERSION void dequantize_8(const uint8_t* __restrict q, float scale, T* __restrict row,
                                   int64_t n) {
-  for (int64_t i = 0; i < n; ++i) row[i] = low<false>(q[i]) * scale;
+  for (int64_t i = 0; i < n; ++i) row[i] = static_cast<T>(low<false>(q[i]) * scale);
 }
 
+template <typename T>
 TP_MULTIVERSION void dequantize_4(const uint8_t* __restrict q, const float* __restrict scales,
-                                  float* __restrict row, int64_t bytes, int64_t bytes_of_block) {
+                                  T* __restrict row, int64_t bytes, int64_t bytes_of_block) {
   for (int64_t first = 0; first < bytes; first += bytes_of_block, ++scales) {
     const float scale = *scales;
     for (int64_t j = first; j < first + bytes_of_block; ++j) {
-      row[2 * j] = low<true>(q[j]) * scale;
-      row[2 * j + 1] = high(q[j]) * scale;
+      row[2 * j] = static_cast<T>(low<true>(q[j]) * scale);
+      row[2 * j + 1] = static_cast<T>(high(q[j]) * scale);
     }
   }
 }
 
-Tensor dequantize_low_bits(const Tensor& given, const Tensor& scale, std::optional<int64_t> block) {
-  const LowBitsRows rows = check_low_bits(given, scale, block);
-  const Tensor packed = given.contiguous(), scales = scale.to(at::kFloat).contiguous();
-  const Tensor weight = at::empty({rows.count, rows.inputs()}, scales.options());
+// The same where a block is whole vectors
+template <typename T>
+TP_FP16_AVX512 void dequantize_4_in_vectors(const uint8_t* q, const float* scales, T* row,
+                                            int64_t bytes, int64_t bytes_of_block) {
+#if TP_HAS_FP16_AVX512
+  for (int64_t j = 0; j < bytes; j += bytes_of_block)
+    dequantize_block(q + j, *scales++, row + 2 * j, bytes_of_block);
+#endif
+}
+
+template <typename T>
+void dequantize(const Tensor& packed, const Tensor& scales, LowBitsRows rows,
+                const Tensor& weight) {
   const auto* const q = in<uint8_t>(packed);
+  const bool in_vectors =
+      TP_HAS_FP16_AVX512 && has_avx512() && rows.bytes_of_block % (32 / sizeof(T)) == 0;
+  const auto of_4 = in_vectors ? dequantize_4_in_vectors<T> : dequantize_4<T>;
   at::parallel_for(0, rows.count, rows_per_thread(rows.inputs()), [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
-      float* const row = out<float>(weight) + r * rows.inputs();
+      T* const row = out<T>(weight) + r * rows.inputs();
       const float* const s = in<float>(scales) + r * rows.blocks();
       if (rows.four())
-        dequantize_4(q + r * rows.bytes, s, row, rows.bytes, rows.bytes_of_block);
+        of_4(q + r * rows.bytes, s, row, rows.bytes, rows.bytes_of_block);
       else
         dequantize_8(q + r * rows.bytes, *s, row, rows.bytes);
     }
   });
-  return weight;
+}
+
+Tensor dequantize_low_bits(const Tensor& given, const Tensor& scale, std::optional<int64_t> block,
+                           std::optional<at::ScalarType> dtype) {
+  const LowBitsRows rows = check_low_bits(given, scale, block);
+  const Tensor packed = given.contiguous(), scales = scale.to(at::kFloat).contiguous();
+  const bool narrow = dtype == at::kBFloat16;
+  const Tensor weight =
+      at::empty({rows.count, rows.inputs()}, scales.options().dtype(narrow ? *dtype : at::kFloat));
+  if (narrow)
+    dequantize<Bf16>(packed, scales, rows, weight);
+  else
+    dequantize<float>(packed, scales, rows, weight);
+  return weight.to(dtype.value_or(at::kFloat));
 }
 
 constexpr int kLanes = 8;
@@ -130,25 +158,53 @@ constexpr Products kProducts[2][kTogether] = {
     {products<false, 1>, products<false, 2>, products<false, 3>, products<false, 4>},
     {products<true, 1>, products<true, 2>, products<true, 3>, products<true, 4>}};
 
+using Calls = void (*)(const uint8_t* q, const void* scales, const float* x, LowBitsRows rows,
+                       int64_t from, int64_t to, float* y);
+
+template <int tokens, typename S>
+void in_groups(const uint8_t* q, const void* scales, const float* x, LowBitsRows rows, int64_t from,
+               int64_t to, float* y) {
+#if TP_HAS_FP16_AVX512
+  rows_of_4_bits<tokens>(q, static_cast<const S*>(scales), x, rows, from, to, y);
+#endif
+}
+
+// Of scales in fp32 and in bf16
+constexpr Calls kInGroups[2][kTogether] = {
+    {in_groups<1, float>, in_groups<2, float>, in_groups<3, float>, in_groups<4, float>},
+    {in_groups<1, Bf16>, in_groups<2, Bf16>, in_groups<3, Bf16>, in_groups<4, Bf16>}};
+
 Tensor low_bits_product(const Tensor& given, const Tensor& packed, const Tensor& scale,
                         std::optional<int64_t> block) {
   const LowBitsRows rows = check_low_bits_product(given, packed, scale, block);
+  const bool grouped = are_in_groups(rows),
+             narrow = grouped && scale.scalar_type() == at::kBFloat16;
   Tensor x = given.to(at::kFloat);
-  if (rows.four()) {
+  // Each token in the order in which its weights are unpacked
+  if (grouped) {
+    x = x.unflatten(1, {-1, kGroup / 8, 8}).transpose(2, 3);
+  } else if (rows.four()) {
     const Tensor pairs = x.unflatten(1, {rows.bytes, 2});
     x = at::cat({pairs.select(2, 0), pairs.select(2, 1)}, 1);
   }
   x = x.contiguous();
-  const Tensor weight = packed.contiguous(), scales = scale.to(at::kFloat).contiguous();
-  const int64_t tokens = x.size(0);
+  const Tensor weight = packed.contiguous(),
+               scales = (narrow ? scale : scale.to(at::kFloat)).contiguous();
+  const int64_t tokens = given.size(0);
   const Tensor y = at::empty({tokens, rows.count}, x.options());
-  at::parallel_for(0, rows.count, rows_per_thread(tokens * rows.inputs()),
-                   [&](int64_t from, int64_t to) {
-                     for (int64_t t = 0; t < tokens; t += kTogether)
-                       kProducts[rows.four()][std::min<int64_t>(kTogether, tokens - t) - 1](
-                           in<uint8_t>(weight), in<float>(scales), in<float>(x) + t * rows.inputs(),
-                           rows, from, to, out<float>(y) + t * rows.count);
-                   });
+  const auto* const q = in<uint8_t>(weight);
+  at::parallel_for(
+      0, rows.count, rows_per_thread(tokens * rows.inputs()), [&](int64_t from, int64_t to) {
+        for (int64_t t = 0; t < tokens; t += kTogether) {
+          const int64_t last = std::min<int64_t>(kTogether, tokens - t) - 1;
+          const auto* const of_x = in<float>(x) + t * rows.inputs();
+          auto* const of_y = out<float>(y) + t * rows.count;
+          if (grouped)
+            kInGroups[narrow][last](q, scales.const_data_ptr(), of_x, rows, from, to, of_y);
+          else
+            kProducts[rows.four()][last](q, in<float>(scales), of_x, rows, from, to, of_y);
+        }
+      });
   return y.to(given.scalar_type());
 }
 

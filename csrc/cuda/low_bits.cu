@@ -20,12 +20,13 @@ void with_bits(bool four, F f) {
     f(std::false_type());
 }
 
-Tensor dequantize_low_bits(const Tensor& given, const Tensor& scale, std::optional<int64_t> block) {
+Tensor dequantize_low_bits(const Tensor& given, const Tensor& scale, std::optional<int64_t> block,
+                           std::optional<at::ScalarType> dtype) {
   const LowBitsRows rows = check_low_bits(given, scale, block);
   const c10::cuda::CUDAGuard guard(given.device());
   const Tensor packed = given.contiguous(), scales = scale.to(at::kFloat).contiguous();
   const Tensor weight = at::empty({rows.count, rows.inputs()}, scales.options());
-  if (weight.numel() == 0) return weight;
+  if (weight.numel() == 0) return weight.to(dtype.value_or(at::kFloat));
   with_bits(rows.four(), [&](auto four) {
     const auto launch = [&](auto kernel, int bytes) {
       kernel<<<grid_for(rows.count * rows.bytes / bytes), kThreads, 0,
@@ -39,7 +40,7 @@ Tensor dequantize_low_bits(const Tensor& given, const Tensor& scale, std::option
       launch(low_bits_rows_kernel<four(), 1>, 1);
   });
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  return weight;
+  return weight.to(dtype.value_or(at::kFloat));
 }
 
 Tensor low_bits_product(const Tensor& given, const Tensor& packed, const Tensor& scale,

@@ -28,8 +28,8 @@ LOW_PRECISION_BUGS = [
     _bug(
         "low_bits_rounded_twice",
         "nn/low_bits.py",
-        "self.dequantized(packed[rows], scale[rows]).to(dtype)",
-        "self.dequantized(packed[rows], scale[rows]).bfloat16().to(dtype)",
+        "_ops.dequantize_low_bits(packed[rows], scale[rows], self.block, dtype)",
+        "_ops.dequantize_low_bits(packed[rows], scale[rows], self.block, torch.bfloat16).to(dtype)",
         "Products take a weight that is rounded to bf16.",
         f"{LAYERS}[1]",
     ),

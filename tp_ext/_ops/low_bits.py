@@ -7,8 +7,10 @@ from tp_ext._ops.binding import primitive
 
 
 @primitive("_dequantize_low_bits")
-def dequantize_low_bits(packed: Tensor, scale: Tensor, block: int | None = None) -> Tensor:
-    """Returns q scale in fp32, ``[m, n]``.
+def dequantize_low_bits(
+    packed: Tensor, scale: Tensor, block: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns q scale in fp32 ``[m, n]``, rounded to ``dtype``.
 
     Args:
         packed: int8 ``[m, n]``; with ``block`` uint8 ``[m, n / 2]``, input 2j in the low and 2j + 1 in the high four
@@ -16,7 +18,7 @@ def dequantize_low_bits(packed: Tensor, scale: Tensor, block: int | None = None)
         scale: ``[m]``, of each row; with ``block`` ``[m, n / block]``, of each block of inputs.
     """
     shape = (packed.shape[0], packed.shape[1] * (1 if block is None else 2))
-    return packed.new_empty(shape, dtype=torch.float32)
+    return packed.new_empty(shape, dtype=dtype or torch.float32)
 
 
 @primitive("_low_bits_product")

@@ -24,7 +24,7 @@ from tp_ext.group import ALONE, ParallelGroup
 from tp_ext.nn.forms import Form, FormedLinear
 from tp_ext.sharding import Layout, Sharding
 
-_CHUNK = {"cpu": 1 << 18}  # elements of a weight that are dequantised at once: fp32 in the cache
+_CHUNK = {"cpu": 1 << 22}  # elements of a weight that are dequantised at once: 8 MiB in bf16, of one product mostly
 _LARGE_CHUNK = 1 << 24  # of other devices, whose products want more rows: some tens of MiB
 _FEW = 32  # tokens for which a product reads the bits alone; more share a weight in fp32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -137,7 +137,7 @@ class LowBits(Form):
         step = max(1, _CHUNK.get(packed.device.type, _LARGE_CHUNK) // max(1, inputs))
         for first in range(0, packed.shape[0], step):
             rows = slice(first, first + step)
-            yield rows, self.dequantized(packed[rows], scale[rows]).to(dtype)
+            yield rows, _ops.dequantize_low_bits(packed[rows], scale[rows], self.block, dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -156,10 +156,9 @@ class _Product(torch.autograd.Function):
         if flat.shape[0] <= few and x.dtype in _DTYPES:
             y = _ops.low_bits_product(flat, packed, scale, low_bits.block)
             return y.view(*x.shape[:-1], packed.shape[0])
-        y = x.new_empty(flat.shape[0], packed.shape[0])
         flat = flat.to(dtype)
-        for rows, weight in low_bits.rows(packed, scale, dtype):
-            y[:, rows] = flat @ weight.t()
+        parts = [_multiplied(flat, weight).to(x.dtype) for _, weight in low_bits.rows(packed, scale, dtype)]
+        y = parts[0] if len(parts) == 1 else torch.cat([x.new_empty(flat.shape[0], 0), *parts], 1)
         return y.view(*x.shape[:-1], packed.shape[0])
 
     @staticmethod
@@ -171,8 +170,13 @@ class _Product(torch.autograd.Function):
         wide = torch.promote_types(flat.dtype, torch.float32)  # so that the chunks' sums do not round
         dx = flat.new_zeros(flat.shape[0], inputs, dtype=wide)
         for rows, weight in ctx.low_bits.rows(packed, scale, flat.dtype):
-            dx += flat[:, rows] @ weight
+            dx += _multiplied(flat[:, rows], weight.t())
         return dx.to(dy.dtype).view(*dy.shape[:-1], inputs), None, None, None
+
+
+def _multiplied(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x W^T by the product that linears have."""
+    return _ops.column_parallel_linear(x, weight, None, ALONE.name)
 
 
 def _as_rows(x: Tensor) -> Tensor:
