@@ -10,6 +10,8 @@
 
 namespace tp_ext {
 
+constexpr int kGroup = 128;  // inputs of a vector of bytes
+
 #if TP_HAS_FP16_AVX512
 
 TP_FP16_AVX512 TP_INLINE __m512 values_of_4_bits() {
@@ -43,8 +45,6 @@ TP_FP16_AVX512 TP_INLINE void dequantize_block(const uint8_t* q, float scale, Bf
     _mm512_storeu_si512(y + 2 * j, _mm512_permutexvar_epi16(places, table));
   }
 }
-
-constexpr int kGroup = 128;  // inputs of a vector of bytes
 
 // The scales of a group, in the lanes of their inputs
 TP_FP16_AVX512 TP_INLINE __m512 scales_of_group(const float* s, __mmask16 count, __m512i places) {
