@@ -1,9 +1,10 @@
 """The profile of this machine: plausible numbers, alike on all ranks, that predict."""
 
 import pytest
+import torch
 
 from tests.helpers import ranks
-from tp_ext import planner
+from tp_ext import _ops, planner
 from tp_ext.planner import Layout, measure, predict
 
 MODEL = planner.transformer(layers=2, hidden=64, heads=4, vocab=256, seq=32)
@@ -20,6 +21,20 @@ def test_a_profile_of_this_process_predicts():
     assert max(row[4] for row in got.device.gemm.table if row[3] == "fp32") == 1.0
     assert not got.device.asynchronous and 0.001 < got.device.gemm.attention < 1 and got.device.gemm.optimizer > 0.01
     assert predict(MODEL, got, Layout(dtype="fp32"), 4).step_time > 0
+
+
+def test_gemms_are_the_products_of_layers(monkeypatch):
+    """All three of a linear: by the library that layers take, at whose rate a plan is predicted."""
+    calls, product = set(), _ops.column_parallel_linear
+
+    def counted(x, w, *rest):
+        calls.add((x.dtype, x.is_contiguous(), w.is_contiguous()))
+        return product(x, w, *rest)
+
+    monkeypatch.setattr(_ops, "column_parallel_linear", counted)
+    measure("cpu", minutes=0.01)
+    layouts = (True, True), (True, False), (False, False)  # forward, dx, dw
+    assert calls == {(dtype, *of) for dtype in (torch.float32, torch.bfloat16) for of in layouts}
 
 
 def test_ranks_agree_on_their_profile():

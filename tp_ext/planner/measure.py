@@ -17,7 +17,7 @@ from torch.nn import functional
 from tp_ext import _ops
 from tp_ext._checks import check_number
 from tp_ext._object_collectives import all_gather_objects, call_and_gather
-from tp_ext.group import Group, process_group
+from tp_ext.group import ALONE, Group, process_group
 from tp_ext.planner.machine import Cluster, Device, EfficiencyCurve, Link
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,8 +34,8 @@ _CHUNKS = 4  # of the time for a kernel
 def measure(device: torch.device | str | None = None, group: Group = None, minutes: float = 2) -> Cluster:
     """Measures this machine: a device for each rank of ``group``, joined by one level of links.
 
-    Times the three GEMMs of a linear in fp32 and bf16 (a table for :class:`EfficiencyCurve`; the peak is the fastest of
-    them); forward and backward of attention, of a norm, an activation and a residual; AdamW; a sum of large tensors; a
+    Times the three GEMMs of a linear, by the library that layers take, in fp32 and bf16 (a table for
+    :class:`EfficiencyCurve`; the peak is the fastest of them); forward and backward of attention, of a norm, an activation and a residual; AdamW; a sum of large tensors; a
     linear of one element, which is the host's; all-reduces of 4 KiB and 16 MiB, from which latency and bandwidth of a
     ring follow; and an all-gather and a reduce-scatter of 16 MiB, for the constant ``gather``. Each time is a mean over
     many calls, of all ranks at once, so that what they share (a core, a memory) is shared as in training: a rank
@@ -137,6 +137,11 @@ def _mean(call: Callable[[], object], where: torch.device, seconds: float, ranks
     return statistics.median(means or [first])
 
 
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    """Returns x w^T by the library whose products the layers have on this processor."""
+    return _ops.column_parallel_linear(x, w, None, ALONE.name)
+
+
 def _kernels(where: torch.device, ranks: ProcessGroup | None, seconds: float) -> dict[str, float]:
     """Returns FLOP/s of GEMMs by size and of attention, bytes/s of the other kernels, seconds of the host."""
     shapes = {
@@ -156,7 +161,7 @@ def _kernels(where: torch.device, ranks: ProcessGroup | None, seconds: float) ->
 
             def linear(turns: Iterator[list[Tensor]] = turns) -> None:
                 x, w, dy = next(turns)
-                x @ w.t(), dy @ w, dy.t() @ x
+                _product(x, w), _product(dy, w.t()), _product(dy.t(), x.t())
 
             taken = _mean(linear, where, each, ranks)
             rates[f"gemm {name} {m} {n} {k}"] = 6 * m * n * k / taken
