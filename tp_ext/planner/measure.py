@@ -40,8 +40,11 @@ def measure(device: torch.device | str | None = None, group: Group = None, minut
     of 4 KiB and 16 MiB, from which latency and bandwidth of a ring follow; and an all-gather and a reduce-scatter of 16
     MiB, for the constant ``gather``. Each time is a mean over many calls, of all ranks at once, so that what they share
     (a core, a memory) is shared as in training: a rank computes before and after it measures, until all others have. Of
-    four such means the median counts. Args: device: default: the current GPU, or the CPU without one. group: ranks that
-    measure at the same time, as they will train; None: this process alone. minutes: at most so long.
+    four such means the median counts.
+
+    Args:
+        device: default: the current GPU, or the CPU without one. group: ranks that measure at the same time, as they
+            will train; None: this process alone. minutes: at most so long.
 
     Communicates: an exchange of kinds of devices, a barrier for each kernel, the all-reduces, and an exchange of what
     each rank measured, of which all take the median.
