@@ -15,7 +15,7 @@ namespace tp_ext {
 // torch's loader of packages unpacks them into a temporary folder, which a killed process leaves.
 class CompiledGraph {
  public:
-  // The shared library of the graph; the operators that it calls are in a .json beside it.
+  // The shared library of the graph; the operators that it calls are in a .json next to it.
   explicit CompiledGraph(const std::string& library);
 
   std::vector<std::string> weight_names() const;

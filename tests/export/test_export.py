@@ -312,7 +312,7 @@ def test_dtypes(group, kind):
     if kind == "bf16":
         model = model.to(torch.bfloat16)
     else:
-        tp_ext.low_precision.quantize(model, kind)
+        tp_ext.low_precision.quantize_(model, kind, block=2)
     folder = folder_of_all(group)
     assert export(model, prompt(3), folder, generate=True, max_seq=MAX_SEQ)["bits"] == "eager"
     check_texts(tp_ext.load_exported(folder, group), model)

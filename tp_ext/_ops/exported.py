@@ -20,6 +20,6 @@ class CompiledGraph(Protocol):
 
 
 def compiled_graph(library: str) -> CompiledGraph:
-    """Loads the graph in a shared library, whose operators are in a file beside it."""
+    """Loads the graph in a shared library, whose operators are in a file next to it."""
     graph: CompiledGraph = torch.classes.tp_ext.CompiledGraph(library)
     return graph

@@ -123,7 +123,7 @@ class Manifest:
         """Returns the inputs of a rank, which may have more heads than another."""
         caches = self.caches[rank]
         first = len(self.inputs) - len(caches)
-        of_rank = [replace(spec, shape=shape) for spec, shape in zip(self.inputs[first:], caches, strict=True)]
+        of_rank = [replace(spec, shape=[*shape]) for spec, shape in zip(self.inputs[first:], caches, strict=True)]
         return [*self.inputs[:first], *of_rank]
 
     def files_of(self, rank: int) -> list[str]:
