@@ -16,7 +16,14 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.kernels import bench_rope
-from benchmarks.layers import bench_collectives, bench_latent_attention, bench_matmul_2d, bench_mlp, bench_train
+from benchmarks.layers import (
+    bench_collectives,
+    bench_exported,
+    bench_latent_attention,
+    bench_matmul_2d,
+    bench_mlp,
+    bench_train,
+)
 from benchmarks.lib import harness, interleave
 from tests.helpers import ranks
 from tests.helpers.paths import ROOT
@@ -140,6 +147,14 @@ def test_rows_of_products(tmp_path):
     ours = {f"{algorithm}, {backend}" for algorithm in ("gather", "summa") for backend in ("gloo", "tp_shm")}
     assert set(rows) == {"dense, 1 thread", "DTensor, gloo"} | ours
     assert all(float(row["times_dtensor"]) > 0 for row in rows.values())
+
+
+@pytest.mark.exhaustive
+def test_rows_of_an_export(tmp_path):
+    pytest.importorskip("transformers")
+    rows = {row["case"]: row for row in _run(bench_exported.main, "bench_exported", tmp_path)}
+    assert set(rows) == {"C++", "Python", "products"} and float(rows["Python"]["times_python"]) == 1
+    assert float(rows["C++"]["tokens_per_s"]) > 0 and float(rows["C++"]["start_s"]) > 0
 
 
 # What is wrong is not timed
