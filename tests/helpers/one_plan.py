@@ -65,7 +65,7 @@ def _text(model: Any, args: tuple, kwargs: dict) -> str:
     ]
     numbers: dict[int, int] = {}  # tied tensors have one
     tensors = [
-        (name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.device, t.requires_grad)
+        (name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.device, t.requires_grad, vars(t))
         for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     ]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]

@@ -114,12 +114,12 @@ def _trained(group: Any, path: Path, to: Path) -> Any:
 def test_a_llama_trains_to_the_same_bits(tmp_path: Path) -> None:
     path = _folder(tmp_path / "model")
     expected = run_fresh(_trained, None, path, tmp_path / "1")
-    for p in (2, 3, 4):
+    for p in (3, 4):  # heads that 3 does not divide, and KV heads of one each; 2: tests/auto/test_invariant_blocks.py
         assert run(_trained, p, path, tmp_path / str(p), timeout=180) == [expected] * p, p
     dense = transformers.LlamaForCausalLM.from_pretrained(path)
     dense.save_pretrained(tmp_path / "as_it_was", max_shard_size="60KB")
     trained = _files(tmp_path / "1" / "trained")
     assert trained != _files(tmp_path / "as_it_was")
-    for p in (1, 2, 3, 4):
+    for p in (1, 3, 4):
         assert _files(tmp_path / str(p) / "read") == _files(tmp_path / "as_it_was"), p
         assert _files(tmp_path / str(p) / "trained") == trained

@@ -256,6 +256,7 @@ def test_a_dry_run_writes_every_field(tmp_path, monkeypatch):
     assert "rope" in output and "not measured" in output
 
 
+@pytest.mark.exhaustive  # it runs as the first part does, and what it consists of is asked above without running
 def test_a_dry_run_of_the_second_part(tmp_path, monkeypatch):
     _, results = dry_run(tmp_path, monkeypatch, "--part", "2", "--stages", "racecheck|NCCL ranks, other")
     status = {command["stage"]: command["status"] for command in results["commands"]}
