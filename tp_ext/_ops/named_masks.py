@@ -51,8 +51,8 @@ draw_sequence_seeds: Callable[..., Tensor] = torch.ops.tp_ext_python.draw_sequen
 
 def _implement(name: str) -> None:
     def call(*args: Any) -> Tensor:
-        found: Tensor = getattr(import_now("tp_ext.random_scope"), f"{name}_of_name")(*args)
-        return found
+        mask: Tensor = getattr(import_now("tp_ext.random_scope"), f"{name}_of_name")(*args)
+        return mask
 
     for device in ("CPU", "CUDA"):
         _library.impl(name, call, device)

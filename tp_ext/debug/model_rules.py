@@ -111,12 +111,12 @@ def not_finite(model: Census) -> Iterator[str]:
     tensors += [gradient for name, param in tensors for gradient in gradients(name, param)]
     tensors = [(name, local_tensor(tensor)) for name, tensor in tensors if not tensor.is_meta]
     suspect = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    found = [(name, where) for name, tensor in suspect if len(where := (~torch.isfinite(tensor)).nonzero())]
-    if found:
-        name, where = found[0]
+    infinite = [(name, where) for name, tensor in suspect if len(where := (~torch.isfinite(tensor)).nonzero())]
+    if infinite:
+        name, where = infinite[0]
         index = tuple(where[0].tolist())
         value = dict(suspect)[name][index].item()
-        more = f"; {len(found) - 1} more parameters and gradients are like it" if len(found) > 1 else ""
+        more = f"; {len(infinite) - 1} more parameters and gradients are like it" if len(infinite) > 1 else ""
         yield f"{name}: first at index {index}: {value} must be finite ({len(where)} such elements){more}"
 
 

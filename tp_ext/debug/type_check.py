@@ -171,8 +171,8 @@ class _Rules(TorchFunctionMode):
 def _typed_operators() -> dict[Any, Any]:
     """Returns the operators that have a rule, each as an autograd function of ``spmd_types``: the parameters of its
     ``forward`` are those of the operator."""
-    found = importlib.import_module("tp_ext.debug.type_rules").RULES
-    return {overload_of(name): _typed_operator(name, declarations[name], found[name]) for name in found}
+    rules = importlib.import_module("tp_ext.debug.type_rules").RULES
+    return {overload_of(name): _typed_operator(name, declarations[name], rules[name]) for name in rules}
 
 
 def _typed_operator(name: str, declared: Callable[..., Any], types: Callable[..., Any]) -> Any:

@@ -126,14 +126,14 @@ def alike(*operands: Typed) -> list[Typed]:
     """Returns the operands, those without a gradient as R or I, like the others: the two differ in gradients alone."""
     trained = [x for x in operands if not isinstance(x, Tensor) or x.requires_grad]
     others = trained or operands[:1]
-    found: list[Typed] = []
+    results: list[Typed] = []
     for x in operands:
         for axis, own in spmd_types.get_local_type(x).items():
             want = next((t for o in others if (t := spmd_types.maybe_get_axis_local_type(o, axis)) in (I, R)), own)
             if not any(x is o for o in others) and own in (I, R) and want is not own:
                 x = rules.convert(x, axis, src=own, dst=want)
-        found.append(x)
-    return found
+        results.append(x)
+    return results
 
 
 # Regions

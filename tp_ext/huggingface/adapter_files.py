@@ -307,10 +307,10 @@ class AdapterReader:
             raise ValueError(f"{self._where} has {sorted(adapter.tensors.values())}, but use_dora is not set")
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        found = tuple(self._tensors[name].shape)
-        if found != shape:
+        saved = tuple(self._tensors[name].shape)
+        if saved != shape:
             raise ValueError(
-                f"path: {name!r} has shape {found} in {self._where.removeprefix('path: ')} and must have {shape}"
+                f"path: {name!r} has shape {saved} in {self._where.removeprefix('path: ')} and must have {shape}"
             )
         check_saved_dtype(name, self._tensors[name].dtype, dtype, self._where)
 

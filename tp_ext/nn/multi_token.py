@@ -61,8 +61,8 @@ def next_tokens(tokens: Tensor, depth: int, *, layout: ContextLayout | None = No
     end = sizes.cumsum(0).repeat_interleave(sizes)  # of each token's sequence
     place = torch.arange(flat.numel(), device=tokens.device)[:, None] + torch.arange(1, depth + 1, device=tokens.device)
     inside = place < end[:, None]
-    found = flat[place.clamp(max=max(0, flat.numel() - 1))] if flat.numel() else flat[:, None].expand(-1, depth)
-    return torch.where(inside, found, fill).reshape(*tokens.shape, depth)
+    values = flat[place.clamp(max=max(0, flat.numel() - 1))] if flat.numel() else flat[:, None].expand(-1, depth)
+    return torch.where(inside, values, fill).reshape(*tokens.shape, depth)
 
 
 class MultiTokenPrediction(ParallelModule):
@@ -305,7 +305,7 @@ class MultiTokenPrediction(ParallelModule):
         own = count if sizes is None else sizes[self.tp_group.rank]
         if rows != own:
             raise ValueError(
-                f"{name}: {count} tokens must be those of hidden, of which this rank has {rows} and must have {own}"
+                f"{name}: {count} tokens must be those of hidden, where this rank has {rows} and must have {own}"
             )
 
     def extra_repr(self) -> str:

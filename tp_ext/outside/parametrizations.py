@@ -86,15 +86,15 @@ def _judge_again(maps: ParametrizationList, args: Any) -> None:
 
 def _switches(maps: ParametrizationList) -> list[Any]:
     """Returns what a parametrization may branch on: its buffers, as they were written last, numbers and strings."""
-    found: list[Any] = []
+    switches: list[Any] = []
     for module in itertools.chain.from_iterable(entry.modules() for entry in maps):
-        found += [(id(buffer), buffer._version) for buffer in module._buffers.values() if buffer is not None]
-        found += [
+        switches += [(id(buffer), buffer._version) for buffer in module._buffers.values() if buffer is not None]
+        switches += [
             (name, value)
             for name, value in vars(module).items()
             if name != "training" and isinstance(value, bool | int | float | str | None)
         ]
-    return found
+    return switches
 
 
 def apply_pruning(

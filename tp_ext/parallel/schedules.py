@@ -38,8 +38,8 @@ class Schedule(NamedTuple):
 
     @property
     def torch_class(self) -> type[Any]:
-        found: type[Any] = getattr(schedules, f"Schedule{self.name}")
-        return found
+        schedule: type[Any] = getattr(schedules, f"Schedule{self.name}")
+        return schedule
 
     def bubble(self, ranks: int, microbatches: int, per_rank: int) -> float | None:
         """Returns the idle share for stages of equal cost, (p - 1) / (m v + p - 1); None if the gradients of weights

@@ -35,7 +35,7 @@ class EfficiencyCurve(Value):
     idle is what is missing to a first wave, and half of what is missing to the last of several;
 
     and by tiles of a quarter where these are better. A measured table comes first, of rows ``(m, n, k, dtype, share)``:
-    the mean of those with the dtype, each with the weight 1 / distance^4, the distance being that of the logarithms.
+    the mean of those with the dtype, each with the weight 1 / distance^4, where distances are between logarithms.
 
     Attributes:
         share: of each class of :attr:`Device.peak` the share of a large GEMM, at most 1; a class that is not there has

@@ -141,12 +141,12 @@ class TimedStage(PipelineStage):
 
     def _check_outputs(self, results: tuple[Any, ...]) -> None:
         outputs = [one for one in results if isinstance(one, Tensor)]
-        found = [(list(output.shape), output.dtype) for output in outputs]
+        own = [(list(output.shape), output.dtype) for output in outputs]
         want = [(list(one.shape), one.dtype) for one in self._stage_meta.outputs or ()]
         static = self._inference_mode == _utils.InferenceMode.STATIC
         # A fake output comes from a cache that the call on fake tensors has filled: it has no data to send
-        if any(isinstance(output, FakeTensor) for output in outputs) or (static and found != want):
+        if any(isinstance(output, FakeTensor) for output in outputs) or (static and own != want):
             raise RuntimeError(
-                f"model: the outputs of stage {self.stage_index}, {found}, must be those of the call on fake tensors, "
+                f"model: the outputs of stage {self.stage_index}, {own}, must be those of the call on fake tensors, "
                 f"{want}, and no fake ones; a forward must not depend on anything but its arguments and the module"
             )

@@ -236,15 +236,15 @@ def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
 def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> torch.device:
     devices = {param.device for param in model.parameters()} - {torch.device("meta")}
     if given is not None:
-        found = torch.device(given)
+        device = torch.device(given)
     elif devices:
-        found = next(iter(devices))
+        device = next(iter(devices))
     else:
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if torch.cuda.is_available() else "cpu"
-        found = torch.device(kind)
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    return found
+        device = torch.device(kind)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @contextmanager

@@ -138,8 +138,8 @@ class PipelineSteps:
             RuntimeError: there was no step.
         """
         self._check_stepped("bubble")
-        found = all_gather_objects(self._setup.clock.seconds(), self._setup.group)
-        return 1 - sum(busy for busy, _ in found) / (len(found) * max(step for _, step in found))
+        seconds = all_gather_objects(self._setup.clock.seconds(), self._setup.group)
+        return 1 - sum(busy for busy, _ in seconds) / (len(seconds) * max(step for _, step in seconds))
 
     @property
     def ideal_bubble(self) -> float | None:
@@ -347,9 +347,9 @@ class PipelineSteps:
 
     def _check_trainable(self) -> None:
         """Raises ValueError if other parameters require a gradient than in the first step."""
-        found = self._requires_grad()
-        if found != self._trainable:
-            changed = [name for name in [*found, *self._trainable] if found.get(name) != self._trainable.get(name)]
+        now = self._requires_grad()
+        if now != self._trainable:
+            changed = [name for name in [*now, *self._trainable] if now.get(name) != self._trainable.get(name)]
             raise ValueError(
                 f"model: requires_grad of {changed[0]!r} must be as in the first step, which says between which stages "
                 "gradients are sent; make the stages again to freeze or train other parameters"
@@ -423,13 +423,15 @@ def _microbatch(name: str, given: Any, count: int) -> Shape:
 
 
 def _same_shapes(name: str, given: Any, count: int) -> tuple[Shape, ...]:
-    found = [tuple(_contiguous(one.shape, one) for one in microbatch) for microbatch in given]
-    if len(found) != count:
-        raise ValueError(f"{name}: {len(found)} entries must be {count}, one for each microbatch")
-    for shapes in found:
-        if shapes != found[0]:
-            raise ValueError(f"{name}: {_described(shapes)} must be {_described(found[0])}, as in the first microbatch")
-    return found[0]
+    entries = [tuple(_contiguous(one.shape, one) for one in microbatch) for microbatch in given]
+    if len(entries) != count:
+        raise ValueError(f"{name}: {len(entries)} entries must be {count}, one for each microbatch")
+    for shapes in entries:
+        if shapes != entries[0]:
+            raise ValueError(
+                f"{name}: {_described(shapes)} must be {_described(entries[0])}, as in the first microbatch"
+            )
+    return entries[0]
 
 
 def _contiguous(shape: torch.Size, like: Tensor) -> Shape:

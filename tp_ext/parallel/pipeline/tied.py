@@ -195,15 +195,15 @@ class TiedWeights:
             own[-1] = 1
         ranks = self._ranks[one.original]
         # Messages: [Note: a pipeline's schedule is torch's own, made a subclass]
-        found = {rank: own if rank == self._rank else torch.empty_like(own) for rank in ranks}
+        sums = {rank: own if rank == self._rank else torch.empty_like(own) for rank in ranks}
         others = [rank for rank in ranks if rank != self._rank]
         _exchange(
-            [(dist.isend, own, rank) for rank in others] + [(dist.irecv, found[rank], rank) for rank in others],
+            [(dist.isend, own, rank) for rank in others] + [(dist.irecv, sums[rank], rank) for rank in others],
             self._group,
         )
-        total = found[ranks[0]].clone()
+        total = sums[ranks[0]].clone()
         for rank in ranks[1:]:  # in the same order everywhere: the same bits
-            total += found[rank]
+            total += sums[rank]
         # there first: reading an element of total makes the host wait for a GPU
         return total[:-1].view(like.shape) if there or total[-1] > 0 else None
 
