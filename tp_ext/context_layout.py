@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tp_ext._checks import check_bool, check_int
+from tp_ext._checks import check_bool, check_int, check_tensor
 from tp_ext.group import Group, parallel_group
 from tp_ext.regions import gather_from_region, scatter_to_region
 
@@ -166,10 +166,8 @@ def _checked_lengths(lengths: Sequence[int] | Tensor | None, batch: int | None, 
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: a {type(x).__name__} must be a tensor")
-    if not isinstance(dim, int):
-        raise TypeError(f"dim: {dim!r} must be an integer")
+    check_tensor(x=x)
+    check_int(dim=dim)
     dims = x.dim()
     if not -dims <= dim < dims:
         raise IndexError(f"dim: {dim} must be in [{-dims}, {dims}) for a tensor of {dims} dims")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from tp_ext import _ops
-from tp_ext._checks import check_int
+from tp_ext._checks import check_int, check_type
 from tp_ext.chunks import mesh_position
 from tp_ext.common_generator import default_generator, follow_first
 from tp_ext.group import ParallelGroup
@@ -50,8 +50,8 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, tp_axis: str = "tp") 
         TypeError: ``seed`` is no integer, ``mesh`` no mesh.
     """
     check_int(seed=seed)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh with named axes, or None")
+    if mesh is not None:
+        check_type(DeviceMesh, "a DeviceMesh with named axes, or None", mesh=mesh)
     replica, pipeline, context_size = 0, 0, 1
     if mesh is not None:
         names = mesh.mesh_dim_names

@@ -59,7 +59,7 @@ PARALLEL_BUGS = [
     _bug(
         "tied_gradient_of_one_stage",
         "parallel/pipeline/tied.py",
-        "total += found[rank]",
+        "total += sums[rank]",
         "pass",
         "A weight tied over two stages has the gradient of the first alone.",
         f"{STAGES}::test_tied_head",

@@ -235,13 +235,10 @@ def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
 
 def _device(model: nn.Module, mesh: Group, given: torch.device | str | None) -> torch.device:
     devices = {param.device for param in model.parameters()} - {torch.device("meta")}
-    if given is not None:
-        device = torch.device(given)
-    elif devices:
-        device = next(iter(devices))
-    else:
+    if given is None:
         kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(kind)
+        given = next(iter(devices), kind)
+    device = torch.device(given)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

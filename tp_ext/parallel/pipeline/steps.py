@@ -423,15 +423,13 @@ def _microbatch(name: str, given: Any, count: int) -> Shape:
 
 
 def _same_shapes(name: str, given: Any, count: int) -> tuple[Shape, ...]:
-    entries = [tuple(_contiguous(one.shape, one) for one in microbatch) for microbatch in given]
-    if len(entries) != count:
-        raise ValueError(f"{name}: {len(entries)} entries must be {count}, one for each microbatch")
-    for shapes in entries:
-        if shapes != entries[0]:
-            raise ValueError(
-                f"{name}: {_described(shapes)} must be {_described(entries[0])}, as in the first microbatch"
-            )
-    return entries[0]
+    rows = [tuple(_contiguous(one.shape, one) for one in microbatch) for microbatch in given]
+    if len(rows) != count:
+        raise ValueError(f"{name}: {len(rows)} entries must be {count}, one for each microbatch")
+    for shapes in rows:
+        if shapes != rows[0]:
+            raise ValueError(f"{name}: {_described(shapes)} must be {_described(rows[0])}, as in the first microbatch")
+    return rows[0]
 
 
 def _contiguous(shape: torch.Size, like: Tensor) -> Shape:
