@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tests.helpers.same_values import same_gradients, same_values
 from tp_ext import auto
-from tp_ext.auto.search import rounds
+from tp_ext.auto.record.dims import by_atom, contains
+from tp_ext.auto.search import localize, rounds
 from tp_ext.auto.search.choose import decisions
 from tp_ext.auto.search.integers import IntegerSearch
 from tp_ext.auto.search.localize import Localized
@@ -55,6 +56,32 @@ def test_ranks_of_a_proof_compare_no_plans(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(auto.Plan, "fingerprint", property(computed))
     plan = auto.plan(Base(), (X.float(),), 2)
     assert plan.proof == "values" and sorted(plan.shardings) == ALL
+
+
+class Headed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)).view(-1, self.heads, 6).flatten(1))
+
+
+def test_all_layers_share_one_walk_over_the_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk for each layer would make the time to plan grow with the square of their number."""
+    walks = []
+
+    def counted(dims: Any) -> Any:
+        walks.append(by_atom(dims))
+        return walks[-1]
+
+    monkeypatch.setattr(localize, "by_atom", counted)
+    for layers in (2, 6):
+        walks.clear()
+        plan = auto.plan(nn.Sequential(*(Headed() for _ in range(layers))), (X.float(),), 2, prove="shapes")
+        assert [plan.patches[str(i)] for i in range(layers)] == [{"heads": (4, 2)}] * layers
+        assert len(walks) == 1
+    assert all(contains(dim, atom) for atom, dims in walks[0].items() for dim in dims)
 
 
 # ---------------------------------------------------------------- what code keeps

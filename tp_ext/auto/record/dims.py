@@ -93,6 +93,15 @@ def atoms_in(dim: Iterable[Atom]) -> set[Atom]:
     return members
 
 
+def by_atom(dims: Iterable[Dim]) -> dict[Atom, list[Dim]]:
+    """Returns, for each atom, the dims that have it, or a part with it; equal ones once."""
+    containing: dict[Atom, list[Dim]] = {}
+    for dim in {tuple(map(id, current)): current for current in map(atoms, dims)}.values():
+        for atom in atoms_in(dim):
+            containing.setdefault(atom, []).append(dim)
+    return containing
+
+
 def divide(atom: Atom, major: int, reason: Reason) -> bool:
     """Makes an undivided atom a product ``major x rest``; pins it and returns False if that is not possible."""
     # A factor of a concatenation would cross the edges between parts, which are sharded separately

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tp_ext.auto.record.boundary import install
-from tp_ext.auto.record.dims import Atom, atoms
+from tp_ext.auto.record.dims import Atom, Dim, by_atom
 from tp_ext.auto.record.edits import Conversion, LeafPath, SizeCall
 from tp_ext.auto.record.forwards import argument_names
 from tp_ext.auto.record.multi_head import forward_on_fakes
@@ -132,25 +133,23 @@ class Localized:
         calls = self.recorded.record.python_calls
         return [(i, call) for i, call in enumerate(calls) if call[0] not in self.edits.roles]
 
+    @functools.cached_property
+    def dims_with(self) -> dict[Atom, list[Dim]]:
+        """The dims of all tensors, by their atoms: walked once, since each layer asks for those of its own."""
+        return by_atom(dim for dims in self.recorded.record.dims.values() for dim in dims)
+
     def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
         lengths, local_lengths = self.sizes(rank), dict[int, set[int]]()
         sizes = {atom: lengths[atom] for decision in decisions for atom in decision.sharded if atom in lengths}
-        seen: set[tuple[int, ...]] = set()
-        for dims in list(self.recorded.record.dims.values()):
-            for dim in dims:
-                factors = atoms(dim)
-                key = tuple(map(id, factors))
-                if key in seen:
-                    continue
-                seen.add(key)
-                for start in range(len(factors)):
-                    full = local = 1
-                    for atom in factors[start:]:
-                        full *= atom.size
-                        local *= local_length([atom], sizes)
-                        if full != local:
-                            local_lengths.setdefault(full, set()).add(local)
+        for factors in {id(dim): dim for atom in sizes for dim in self.dims_with.get(atom, ())}.values():
+            for start in range(len(factors)):
+                full = local = 1
+                for atom in factors[start:]:
+                    full *= atom.size
+                    local *= local_length([atom], sizes)
+                    if full != local:
+                        local_lengths.setdefault(full, set()).add(local)
         return {full: sorted(local) for full, local in local_lengths.items()}
 
     @contextlib.contextmanager
