@@ -110,7 +110,7 @@ DIFFERENT = {  # of the same sizes, too
     "a rank outside": [[1, 1, 1], None, [1, 1, 1]],
     "the first rank outside": [None, [1, 1, 1], [1, 1, 1]],
     "one rank inside": [None, None, [1, 1, 1]],
-    "a rank outside beside other lengths": [None, [1, 1], [1, 1, 1]],
+    "a rank outside and other lengths": [None, [1, 1], [1, 1, 1]],
     "other lengths": [[1, 1], [1, 1, 1], [1, 1, 1]],
 }
 
@@ -120,7 +120,7 @@ def _raised(rank, group, layer, weights):
         try:
             module = LAYERS[layer](group)
             with contextlib.suppress(TypeError, AttributeError, RuntimeError):  # None is no tensor
-                module(*([None] * (1 + (layer == "loss"))))
+                module(*([torch.ones(3) if layer == "dropout" else None] * (1 + (layer == "loss"))))
         except ValueError as error:
             return str(error)
     return None

@@ -39,13 +39,18 @@ def _meet_and_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def meet_once(layer: Any) -> None:
-    """Compares the shares of a layer that was built without any with those of the other ranks, unless it has met them.
+    """Compares the shares of a layer that was built without any with those of the other ranks, unless it, or a layer
+    inside, has met them.
 
     Raises:
         ValueError: on all ranks: another rank has built the layer with shares.
     """
-    if "_compiled_call_impl" not in layer.__dict__ and _check_same(layer.tp_group, None):
-        layer._compiled_call_impl = None
+    if "_compiled_call_impl" in layer.__dict__:
+        return
+    if any(module.tp_group == layer.tp_group for module in layer.modules() if "has_met" in module.__dict__):
+        layer._compiled_call_impl = None  # a layer inside has met them when its weights were drawn
+    elif _check_same(layer.tp_group, None):
+        layer.has_met, layer._compiled_call_impl = True, None
 
 
 def take_shares(layer: Any, activations: str) -> None:

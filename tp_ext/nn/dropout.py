@@ -11,6 +11,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_int, refuse_group
 from tp_ext.common_generator import begin_draw
 from tp_ext.group import NOT_GIVEN, Group, layer_group, parallel_group
+from tp_ext.model.layer_shares import meet_once
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import draw_seed
 from tp_ext.random_scope import draws_by_name, rows_are_listed, rows_seed
@@ -137,6 +138,8 @@ def layer_dropout(
     :func:`tp_ext.random.at`. ``dim`` is 0, the last one, or None."""
     by_name = x.dim() > 0 and draws_by_name(module, x.device)
     if p > 0:
+        if not torch.compiler.is_compiling():
+            meet_once(module)
         begin_draw((module.tp_group,), torch.device("cpu") if by_name else x.device)
     if p == 0 or not by_name:
         return masked(x, p, residual=residual, group=module.tp_group.name or None, dim=dim, sizes=sizes)
@@ -174,6 +177,7 @@ class Dropout(ParallelModule):
     """
 
     has_blocks = True
+    _compiled_call_impl = None  # it meets the other ranks where it draws
 
     def __init__(
         self,

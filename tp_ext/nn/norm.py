@@ -42,6 +42,8 @@ class _Norm(ParallelModule):
     ) -> None:
         refuse_group(normalized_shape=normalized_shape)
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
+        if not sequence_parallel:
+            self._compiled_call_impl = None  # it has nothing to do with other ranks
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
         if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
             raise ValueError(f"normalized_shape: {normalized_shape!r} must be one or more integers of at least 1")

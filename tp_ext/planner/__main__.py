@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _machine(name: str | None, names: list[str] | None, count: int) -> Cluster:
     if names is None:
         return cluster(name or "", count)
-    devices = [device(each) for each in names]
+    devices = tuple(device(each) for each in names)
     return replace(cluster(names[0], count), devices=devices)
 
 

@@ -145,7 +145,8 @@ def _passes(step: Callable[[], object], device: torch.device, ranks: ProcessGrou
     step()  # allocates, compiles, and lets ranks meet that draw
     last = [_timed(step, device)]
     warm = before = _latest(begin, ranks)
-    longest, taken = warm / 2, []
+    longest = warm / 2
+    taken: list[Pass] = []
     while before + longest < _LAST_END and (len(taken) < _FEW or before - warm < _SECONDS):
         taken.append(_timed(step, device))
         now = _latest(begin, ranks)
