@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers.paths import ROOT
+from tp_ext.auto.record import torch_rules as torch_rules
 from tp_ext.auto.record.operators import OPERATORS, ROWS, row_of
+from tp_ext.auto.record.rules import RULES, parsed
 
 ATEN = torch.ops.aten
 
@@ -38,6 +40,21 @@ def test_results_share_memory_as_torch_says(name: str) -> None:
 def test_random_numbers_are_drawn_as_torch_says(name: str) -> None:
     draws = any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads(name))
     assert row_of(name).draws == (draws and name != "dropout")  # whose masks a plan draws
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.dims])
+def test_dims_are_a_rule_or_a_line_of_notation(name: str) -> None:
+    dims = row_of(name).dims
+    assert name not in RULES or "->" in dims, "it has a rule of its own"
+    if dims not in RULES:
+        parsed(dims)
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.sizes])
+def test_sizes_have_the_place_that_torch_gives_them(name: str) -> None:
+    names = {"size", "shape", "sizes", "split_size", "split_sizes", "split_size_or_sections", "normalized_shape"}
+    of_tensors = [op._schema.arguments for op in overloads(name) if str(op._schema.arguments[0].type) == "Tensor"]
+    assert any(arguments[row_of(name).sizes].name in names for arguments in of_tensors)
 
 
 # They give their argument itself where nothing is to be done, or come apart into other operators, which a trace shows
@@ -90,7 +107,7 @@ def test_a_view_has_the_elements_of_its_argument(name: str) -> None:
         assert torch.isin(result, x).all()
 
 
-TABLES = 16
+TABLES = 8
 """Literals of at least four names of operators in files other than that of the rows: the number may only fall."""
 
 

@@ -43,14 +43,7 @@ def convolution(op: OperatorCall) -> None:
         op.unify(op.dims(2)[0], out)
 
 
-BATCH_NORMS = (
-    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-    "_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_no_update", "cudnn_batch_norm",
-    "miopen_batch_norm",
-)  # fmt: skip
-
-
-@rule(*BATCH_NORMS)
+@rule("batch norm")
 def batch_norm(op: OperatorCall) -> None:
     """Each channel is normalized by itself, over all other dims."""
     batch, channels, *places = op.dims()
@@ -84,18 +77,7 @@ def native_group_norm(op: OperatorCall) -> None:
     group_norm(op, op.args[6])
 
 
-RESAMPLERS = (
-    *(f"{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3)),
-    *(f"max_pool{n}d_with_indices" for n in (2, 3)),
-    *(f"{start}adaptive_{kind}_pool{n}d" for start in ("", "_") for kind in ("max", "avg") for n in (1, 2, 3)),
-    *(f"upsample_nearest{n}d" for n in (1, 2, 3)), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
-    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
-    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-    *(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)),
-)  # fmt: skip
-
-
-@rule(*RESAMPLERS)
+@rule("resampled")
 def resampled(op: OperatorCall) -> None:
     """Places are whole; channels and what is before them pass."""
     spatial = int(re.findall(r"(\d)d", op.name)[0])

@@ -1,4 +1,4 @@
-"""Properties of torch's operators other than the dims of their tensors: a row for each, by its name.
+"""Properties of torch's operators: a row for each, by its name.
 
 An operator that writes in place has the row of the name without the underscore, where code asks by that name."""
 
@@ -14,6 +14,8 @@ class OperatorRow:
     """The properties of an operator; those of one without a row are the defaults.
 
     Attributes:
+        dims: how those of its tensors are related: a line of notation, or the name of a rule of several operators
+            (:mod:`tp_ext.auto.record.rules`).
         view: its results have the elements of its first tensor, which it moves or copies.
         shares_memory: in the memory of that tensor.
         splits: a result is a span of one of its dims.
@@ -31,10 +33,12 @@ class OperatorRow:
         product: of matrices, by a kernel of its own.
         backward_reads: nothing but the gradient, or its result; else its inputs.
         is_sum: over dims, and what follows from the sum alone: a call may complete it over the ranks.
+        sizes: the place of the sizes among the arguments of the function with this name.
         reads_rows: as often as they occur in the result.
         free: it runs no kernel, though its result has memory of its own.
     """
 
+    dims: str = ""
     view: bool = False
     shares_memory: bool = False
     splits: bool = False
@@ -50,6 +54,7 @@ class OperatorRow:
     product: bool = False
     backward_reads: Literal["inputs", "nothing", "result"] = "inputs"
     is_sum: bool = False
+    sizes: int = 0
     reads_rows: bool = False
     free: bool = False
 
@@ -63,76 +68,134 @@ def _rows(names: str, **properties: Any) -> Iterable[tuple[str, OperatorRow]]:
 # that are exact, and others for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16; with alpha the last
 # elements of sums are rounded otherwise in bf16
 ROWS = [
-    *_rows("_to_copy clone", view=True, linear="first", exact="moved", backward_reads="nothing"),
+    *_rows("_to_copy clone", dims="pointwise", view=True, linear="first", exact="moved", backward_reads="nothing"),
     *_rows("repeat", view=True, linear="first", backward_reads="nothing"),
-    *_rows("reshape", view=True, linear="first"),
+    *_rows("reshape", view=True, linear="first", sizes=1),
+    *_rows("chunk slice", view=True, shares_memory=True, splits=True, linear="first", exact="moved"),
     *_rows(
-        "chunk slice split split_with_sizes",
-        shares_memory=True,
+        "split split_with_sizes",
         view=True,
+        shares_memory=True,
         splits=True,
         linear="first",
         exact="moved",
+        sizes=1,
     ),
-    *_rows("alias expand", shares_memory=True, view=True, linear="first", exact="moved", backward_reads="nothing"),
     *_rows(
-        "_reshape_alias _unsafe_view permute select squeeze t transpose unbind unsqueeze view",
-        shares_memory=True,
+        "alias",
+        dims="pointwise",
         view=True,
+        shares_memory=True,
+        linear="first",
+        exact="moved",
+        backward_reads="nothing",
+    ),
+    *_rows("expand", view=True, shares_memory=True, linear="first", exact="moved", backward_reads="nothing", sizes=1),
+    *_rows(
+        "_reshape_alias _unsafe_view permute select squeeze t transpose unbind unsqueeze",
+        view=True,
+        shares_memory=True,
         linear="first",
         exact="moved",
     ),
-    *_rows("detach", shares_memory=True, linear="first", gradient=False, exact="moved"),
-    *_rows("diagonal unfold view_as_complex view_as_real", shares_memory=True, linear="first", exact="moved"),
+    *_rows("view", view=True, shares_memory=True, linear="first", exact="moved", sizes=1),
+    *_rows("detach", dims="pointwise", shares_memory=True, linear="first", gradient=False, exact="moved"),
+    *_rows("diagonal unfold view_as_real", shares_memory=True, linear="first", exact="moved"),
+    *_rows("view_as_complex", dims="* n^ -> *", shares_memory=True, linear="first", exact="moved"),
     *_rows("as_strided", shares_memory=True, exact="moved"),
     *_rows("embedding", looks_up=True, backward_reads="nothing"),
     *_rows("_embedding_bag _embedding_bag_forward_only", looks_up=True),
-    *_rows("copy", linear="source", source=1, most_arguments=3, exact="moved", backward_reads="nothing"),
-    *_rows("index_add scatter_add", linear="source", source=3, backward_reads="nothing"),
+    *_rows(
+        "copy",
+        dims="pointwise",
+        linear="source",
+        source=1,
+        most_arguments=3,
+        exact="moved",
+        backward_reads="nothing",
+    ),
+    *_rows("index_add scatter_add", dims="written by index", linear="source", source=3, backward_reads="nothing"),
     *_rows("index_put", linear="source", source=2, backward_reads="nothing"),
-    *_rows("index_copy scatter", linear="source", source=3),
-    *_rows("select_scatter", linear="source", source=1),
-    *_rows("slice_scatter", linear="source", source=1, most_arguments=6),
-    *_rows("flip roll", linear="first", exact="moved", backward_reads="nothing"),
+    *_rows("index_copy scatter", dims="written by index", linear="source", source=3),
+    *_rows("select_scatter", dims="written by index", linear="source", source=1),
+    *_rows("slice_scatter", dims="written by index", linear="source", source=1, most_arguments=6),
+    *_rows("flip roll", dims="reduction", linear="first", exact="moved", backward_reads="nothing"),
     *_rows("neg", linear="first", exact="pointwise", backward_reads="nothing"),
-    *_rows("contiguous narrow tril triu", linear="first", exact="moved"),
+    *_rows("contiguous", dims="pointwise", linear="first", exact="moved"),
+    *_rows("narrow", linear="first", exact="moved"),
+    *_rows("tril triu", dims="* m^ n^ -> * m^ n^", linear="first", exact="moved"),
     *_rows("mul", linear="factors", exact="pointwise"),
     *_rows("addmm baddbmm", linear="added", product=True),
-    *_rows("bmm mm", linear="factors", product=True),
+    *_rows("bmm", dims="b m k+, b k+ n -> b m n", linear="factors", product=True),
+    *_rows("mm", dims="m k+, k+ n -> m n", linear="factors", product=True),
     *_rows("gather index index_select", linear="first", backward_reads="nothing", reads_rows=True),
-    *_rows("mean sum", linear="first", backward_reads="nothing", is_sum=True),
+    *_rows("mean sum", dims="reduction", linear="first", backward_reads="nothing", is_sum=True),
     *_rows("_fused_rms_norm native_layer_norm", is_sum=True),
-    *_rows("_conj cumsum positive repeat_interleave", linear="first"),
+    *_rows("_conj positive", dims="pointwise", linear="first"),
+    *_rows("cumsum", dims="reduction", linear="first"),
+    *_rows("repeat_interleave", linear="first"),
     *_rows("addbmm", linear="added"),
-    *_rows("dot mv", linear="factors"),
+    *_rows("dot", dims="k+, k+ ->", linear="factors"),
+    *_rows("mv", dims="m k+, k+ -> m", linear="factors"),
     *_rows("zeros", zeros=True, uniform=True),
-    *_rows("new_zeros", zeros=True, gradient=False, exact="moved", uniform=True),
-    *_rows("zeros_like", zeros=True, gradient=False, exact="moved", backward_reads="nothing", uniform=True),
-    *_rows("zero", zeros=True, exact="moved"),
+    *_rows("new_zeros", zeros=True, uniform=True, gradient=False, exact="moved"),
+    *_rows("zeros_like", zeros=True, uniform=True, gradient=False, exact="moved", backward_reads="nothing"),
+    *_rows("zero", dims="pointwise", zeros=True, exact="moved"),
     *_rows("empty empty_strided full ones scalar_tensor", uniform=True),
-    *_rows("new_empty_strided", gradient=False, uniform=True),
-    *_rows("empty_like full_like new_empty new_full new_ones ones_like", gradient=False, exact="moved", uniform=True),
-    *_rows("argmax argmin argsort", gradient=False),
+    *_rows("new_empty_strided", uniform=True, gradient=False),
+    *_rows("empty_like full_like new_empty new_full new_ones ones_like", uniform=True, gradient=False, exact="moved"),
+    *_rows("argmax argmin argsort", dims="reduction", gradient=False),
     *_rows(
-        "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout normal "
-        "normal_ poisson rand_like randint_like randn_like random_ rrelu_with_noise rrelu_with_noise_ uniform_",
+        "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout "
+        "normal normal_ poisson rand_like randint_like randn_like random_ rrelu_with_noise rrelu_with_noise_ "
+        "uniform_",
         draws=True,
     ),
     *_rows("add rsub sub", exact="scaled", backward_reads="nothing"),
     *_rows("cat constant_pad_nd stack", exact="moved", backward_reads="nothing"),
-    *_rows("dropout masked_fill where", exact="pointwise", backward_reads="nothing"),
+    *_rows("dropout where", exact="pointwise", backward_reads="nothing"),
+    *_rows("masked_fill", dims="pointwise", exact="pointwise", backward_reads="nothing"),
     *_rows("exp reciprocal relu sqrt tanh", exact="pointwise", backward_reads="result"),
     *_rows(
-        "abs bitwise_and bitwise_not clamp clamp_max clamp_min cos div eq erf ge gt hardswish hardtanh le "
-        "leaky_relu log log1p logical_and logical_not lt maximum minimum ne pow sign sin square threshold",
+        "abs bitwise_and bitwise_not clamp clamp_max clamp_min cos div eq erf ge gt hardtanh le leaky_relu log "
+        "log1p logical_and logical_not lt maximum minimum ne pow sign sin square threshold",
         exact="pointwise",
     ),
-    *_rows("fill flatten movedim to unflatten", exact="moved"),
+    *_rows("hardswish", dims="pointwise", exact="pointwise"),
+    *_rows("fill to", dims="pointwise", exact="moved"),
+    *_rows("flatten movedim", exact="moved"),
+    *_rows("unflatten", exact="moved", sizes=2),
     *_rows("_grouped_mm convolution linear", product=True),
-    *_rows("_log_softmax _softmax rsqrt sigmoid", backward_reads="result"),
-    *_rows("sort topk", backward_reads="nothing"),
-    *_rows("lift_fresh", free=True, exact="moved"),
+    *_rows("_log_softmax _softmax", dims="reduction", backward_reads="result"),
+    *_rows("rsqrt sigmoid", backward_reads="result"),
+    *_rows("sort topk", dims="reduction", backward_reads="nothing"),
+    *_rows("lift_fresh", dims="pointwise", exact="moved", free=True),
     *_rows("squeeze_ unsqueeze_", free=True),
+    *_rows(
+        "_safe_softmax softmax amax amin var std any all cumprod logsumexp max min prod median kthvalue "
+        "linalg_vector_norm norm var_mean logcumsumexp cummax count_nonzero",
+        dims="reduction",
+    ),
+    *_rows("index_fill scatter_reduce", dims="written by index"),
+    *_rows("lift_fresh_copy lift _prelu_kernel", dims="pointwise"),
+    *_rows(
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
+        "_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm "
+        "miopen_batch_norm",
+        dims="batch norm",
+    ),
+    *_rows(
+        "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices "
+        "max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool1d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d "
+        "upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+        "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d "
+        "replication_pad1d replication_pad2d replication_pad3d",
+        dims="resampled",
+    ),
+    *_rows("vdot", dims="k+, k+ ->"),
+    *_rows("layer_norm rms_norm", sizes=1),
 ]
 OPERATORS: dict[str, OperatorRow] = dict(ROWS)
 _DEFAULT = OperatorRow()

@@ -1,5 +1,5 @@
-"""Rules that relate the dims of the tensors of an operator: one for each operator, by its name in torch or by
-``ns::name``.
+"""Rules that relate the dims of the tensors of an operator: by its name in torch, by ``ns::name``, or by the name that
+its row has for the rule of several operators.
 
 A rule is a line of notation or a function of an :class:`OperatorCall`. Notation: the dims of each tensor, tensors
 separated by commas, inputs left of ``->``, results right. A name is a dim, equal names are the same dim; ``(h d)`` is
@@ -19,19 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, Reason, length, pin, unify
-
-NOTATION: dict[str, str] = {
-    "mm": "m k+, k+ n -> m n",
-    "bmm": "b m k+, b k+ n -> b m n",
-    "mv": "m k+, k+ -> m",
-    "dot": "k+, k+ ->",
-    "vdot": "k+, k+ ->",
-    "transformers::grouped_mm_fallback": "t^ k+, g^ k+ n, * -> t^ n",
-    "tril": "* m^ n^ -> * m^ n^",
-    "triu": "* m^ n^ -> * m^ n^",
-    "view_as_complex": "* n^ -> *",
-}
-
+from tp_ext.auto.record.operators import row_of
 
 SUMMED_CALLS: dict[Any, str] = {
     torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum", F.layer_norm: "layer_norm",
@@ -61,10 +49,12 @@ class OperatorCall:
         labels: Labels,
         reason: Reason,
         function: Any = None,
+        schema: Any = None,
     ) -> None:
         self.name, self.args, self.kwargs = name, args, kwargs
         self.inputs, self.outputs = inputs, outputs
-        self.labels, self.reason, self.function = labels, reason, function
+        self.labels, self.reason = labels, reason
+        self.function, self.schema = function, schema  # that code called; that of the operator
         self.contracted: Dim = []  # the atoms over which the operator sums
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
@@ -111,7 +101,7 @@ class OperatorCall:
 
 
 Rule = Callable[[OperatorCall], None]
-RULES: dict[str, Rule] = {}
+RULES: dict[str, Rule] = {}  # of operators, and of several by the name that their rows give it
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -124,6 +114,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return registered
 
 
+@rule("pointwise")
 def pointwise(op: OperatorCall) -> None:
     """All tensors have the same dims, broadcast."""
     if op.outputs:
@@ -278,8 +269,7 @@ class _Notation:
         self.op.give(dims, place)
 
 
-for _name, _line in NOTATION.items():
-    RULES[_name] = from_notation(_line)
+RULES["transformers::grouped_mm_fallback"] = from_notation("t^ k+, g^ k+ n, * -> t^ n")
 
 
 def rule_of(function: Any, extra: Mapping[str, Rule]) -> Rule:
@@ -296,6 +286,9 @@ def rule_of(function: Any, extra: Mapping[str, Rule]) -> Rule:
     of_torch = namespace in ("aten", "prims")
     # A final underscore names a form in place by the convention of torch alone
     for known in (name, name.removesuffix("_")) if of_torch else (f"{namespace}::{name}",):
-        if known in RULES:
-            return RULES[known]
+        dims = row_of(known).dims
+        if known in RULES or dims in RULES:
+            return RULES.get(known) or RULES[dims]
+        if dims:
+            return RULES.setdefault(known, from_notation(dims))
     return pointwise if torch.Tag.pointwise in function.tags else no_rule

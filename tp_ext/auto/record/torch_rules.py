@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, atoms, concatenate, divide, length, split_off
 from tp_ext.auto.record.operators import row_of
-from tp_ext.auto.record.rules import RULES, OperatorCall, no_rule, pointwise, rule
+from tp_ext.auto.record.rules import OperatorCall, no_rule, pointwise, rule
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias")
@@ -271,22 +271,13 @@ def norm(op: OperatorCall) -> None:
         op.give([*dims[: -len(normalized)], *([] for _ in normalized)], place)
 
 
-REDUCED_DIM_PLACES = {
-    "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1, "softmax": 1, "mean": 1, "sum": 1, "amax": 1, "amin": 1,
-    "var": 1, "std": 1, "any": 1, "all": 1, "cumsum": 1, "cumprod": 1, "logsumexp": 1, "argmax": 1, "argmin": 1,
-    "max": 1, "min": 1, "prod": 1, "median": 1, "flip": 1, "roll": 2, "topk": 2, "kthvalue": 2, "sort": 1,
-    "argsort": 1, "linalg_vector_norm": 2, "norm": 2, "var_mean": 1, "logcumsumexp": 1, "cummax": 1,
-    "count_nonzero": 1,
-}  # name -> the place of the argument ``dim``  # fmt: skip
-
-
+@rule("reduction")
 def reduction(op: OperatorCall) -> None:
     """The dims that an operator reduces, sorts or scans are whole; the others stay."""
     x = op.inputs[0]
-    which = op.argument(REDUCED_DIM_PLACES[op.name], "dim")
-    # torch's default is the last dim
-    if op.name in ("topk", "kthvalue", "sort", "argsort") and not isinstance(which, int):
-        which = -1
+    # An overload without such an argument reduces all dims
+    arguments = [(i, a) for i, a in enumerate(op.schema.arguments) if a.name in ("dim", "dims")]
+    which = op.argument(arguments[0][0], arguments[0][1].name, arguments[0][1].default_value) if arguments else None
     # max(x, y) is elementwise
     if isinstance(which, Tensor) or (op.name in ("max", "min") and len(op.inputs) > 1):
         return pointwise(op)
@@ -302,9 +293,6 @@ def reduction(op: OperatorCall) -> None:
         # A dim of another length (topk) has other elements
         sizes = zip(dims, x.shape, result.shape, strict=True)
         op.give([dim if n == m else [Atom(m, op.reason)] for dim, n, m in sizes], place)
-
-
-RULES.update(dict.fromkeys(REDUCED_DIM_PLACES, reduction))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like")
@@ -350,13 +338,7 @@ def index_select(op: OperatorCall) -> None:
     op.give(dims)
 
 
-WRITES_BY_INDEX = (
-    "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "scatter", "scatter_",
-    "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "slice_scatter", "select_scatter",
-)  # fmt: skip
-
-
-@rule(*WRITES_BY_INDEX)
+@rule("written by index")
 def scatter(op: OperatorCall) -> None:
     """The dim that is indexed is whole, in all tensors; the others are the same in the source and in indices of all
     dims."""
@@ -421,16 +403,3 @@ def where(op: OperatorCall) -> None:
     if len(op.inputs) > 1:
         return pointwise(op)
     no_rule(op)  # the places of true elements: lengths are data
-
-
-# Pointwise in meaning, without torch's tag
-RULES.update(
-    dict.fromkeys(
-        (
-            "_to_copy", "clone", "contiguous", "detach", "copy", "alias", "masked_fill", "lift_fresh",
-            "lift_fresh_copy", "_conj", "to", "positive", "copy_", "fill_", "lift", "zero_", "hardswish",
-            "_prelu_kernel",
-        ),
-        pointwise,
-    )
-)  # fmt: skip

@@ -77,7 +77,8 @@ class _OperatorRules(TorchDispatchMode):
             if outputs and (inputs or draws_random_numbers(func)):
                 namespace, name = func._schema.name.split("::")
                 reason = record.reason(name if namespace in ("aten", "prims") else func._schema.name)
-                op = OperatorCall(name, args, kwargs, inputs, outputs, record, reason, record.function)
+                called, schema = record.function, func._schema
+                op = OperatorCall(name, args, kwargs, inputs, outputs, record, reason, called, schema)
                 if before is not None:
                     record.move(args[0], before)
                     op.name, op.inputs = name.removesuffix("_"), [before, *inputs[1:]]

@@ -19,11 +19,9 @@ from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import SizeCall
 from tp_ext.auto.record.forwards import run_forward
 from tp_ext.auto.record.keywords import by_place
+from tp_ext.auto.record.operators import row_of
 
-# Function -> the place of its sizes among the arguments
-SIZES = {"view": 1, "reshape": 1, "expand": 1, "unflatten": 2, "split": 1, "split_with_sizes": 1}
 NORMS = "layer_norm", "rms_norm"  # their sizes are the last of their argument
-SIZES.update(dict.fromkeys(NORMS, 1))
 SPLITS = "split", "split_with_sizes"  # the other sizes are lengths of results: those that give a shape are equal to it
 
 
@@ -41,7 +39,7 @@ class SizeArguments:
 def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with, by their place; None: it is another function, or they are no
     integers."""
-    place = SIZES.get(name, 0)
+    place = row_of(name).sizes
     # Another function may have one of these names, without a tensor as its first argument
     if not place or len(args) <= place or not isinstance(args[0], Tensor):
         return None
@@ -99,7 +97,7 @@ class Observer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         # Others of these arguments by name, too: the sizes of a split are those of its dim
-        args, kwargs = by_place(func, args, kwargs or {}) if name in SIZES else (args, kwargs or {})
+        args, kwargs = by_place(func, args, kwargs or {}) if row_of(name).sizes else (args, kwargs or {})
         sizes = sizes_of(name, args, kwargs)
         module = self.record.modules[-1] if self.record is not None else ""
         if sizes is None or module in self.ignored:
@@ -198,7 +196,7 @@ class _Rewriting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         # Sizes by name go to their place. Other arguments stay as they are: a compiler cannot read schemas
-        is_moved = name in SIZES and len(args) <= SIZES[name]
+        is_moved = 0 < row_of(name).sizes >= len(args)
         args, kwargs = by_place(func, args, kwargs or {}) if is_moved else (args, kwargs or {})
         sizes = None if self.paused else sizes_of(name, args, kwargs)
         if sizes is None:
