@@ -108,7 +108,7 @@ _FUNCTIONS = {function.__name__[1:]: function for function in _REPLACING}
 
 
 @dataclass
-class _RunningCall:
+class _CallWithSums:
     """A call of a module that runs now; ``sums``: (function, number of its call) -> the sum."""
 
     module: nn.Module
@@ -136,7 +136,7 @@ class _RunningCall:
 class SummedCalls(SharedMode):
     """Completes the sums of the calls of modules."""
 
-    running: list[_RunningCall]
+    running: list[_CallWithSums]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, running = SUMMED_CALLS.get(func), self.running[-1]
@@ -165,7 +165,7 @@ class SumsOfCalls(Edit):
         self.is_needed_in_stages = bool(self.sums)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.mode.begin(_RunningCall(module, self.sums))
+        self.mode.begin(_CallWithSums(module, self.sums))
 
     def end(self, module: nn.Module, output: Any) -> None:
         # After an exception of an earlier hook no call has begun

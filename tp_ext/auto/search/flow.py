@@ -116,7 +116,7 @@ class Finder:
         self.working = [self.works_sharded(step) for step in self.record.steps]
         self.backward_types()
         self.check()
-        find_summed_calls(self)
+        find_summed_calls(self, self.flow)
         Constants(self).find()
         for (id_, _, _), copies in self.summed.items():
             new = [copy for copy in copies if copy not in self.flow.copies]

@@ -7,25 +7,43 @@ Where sharded work uses them, their gradient is partial, and is summed there, to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import Conversion, Factor
-from tp_ext.auto.record.record import ModuleCall, Step
+from tp_ext.auto.record.record import ModuleCall, Record, Step
 from tp_ext.auto.record.rules import SUMMED_CALLS
-from tp_ext.auto.search.choose import carries
+from tp_ext.auto.search.choose import Decision, carries
+from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.conversions import I, P, R
 
-if TYPE_CHECKING:
-    from tp_ext.auto.search.flow import Finder
+
+class FlowWithSums(Protocol):
+    """What the flow of a plan collects of such calls."""
+
+    calls: list[Conversion]
+    statistics: list[tuple[Conversion, Tensor]]
+    problems: list[Problem]
 
 
-def find_summed_calls(finder: Finder) -> None:
+class TypedRecord(Protocol):
+    """What finds the communication of a plan."""
+
+    record: Record
+    chosen: list[Decision]
+    sums: PartialSums
+    sharded: set[int]
+    whole_heads: set[Atom]
+
+    def type_now(self, tensor: Tensor) -> frozenset[str]: ...
+
+
+def find_summed_calls(finder: TypedRecord, flow: FlowWithSums) -> None:
     """Adds to the flow the conversion of each call that sums over a sharded dim, or why there is none."""
-    flow, record = finder.flow, finder.record
+    record = finder.record
     of_calls: dict[str, dict[ModuleCall, list[Conversion]]] = {}
     blame: dict[str, set[Atom]] = {}
     for step in (record.steps[place] for place in sorted(finder.sums.by_call)):
@@ -58,7 +76,7 @@ def localize_norms(model: nn.Module, calls: Sequence[Conversion], rank: int, p: 
             module.normalized_shape = (call.factor.local_size(rank, p),)
 
 
-def _conversion(finder: Finder, step: Step, call: ModuleCall, dim: int, factor: Factor) -> Conversion:
+def _conversion(finder: TypedRecord, step: Step, call: ModuleCall, dim: int, factor: Factor) -> Conversion:
     name, calls = SUMMED_CALLS[step.function], finder.record.python_calls
     same = [i for i in range(call.first, min(call.last, len(calls))) if calls[i][:2] == (step.module, name)]
     types = frozenset[str]().union(*map(finder.type_now, step.outputs))
@@ -66,7 +84,7 @@ def _conversion(finder: Finder, step: Step, call: ModuleCall, dim: int, factor: 
     return Conversion(step.module, "call", (name, same.index(step.index), len(same)), P, after, dim, factor)
 
 
-def _factor(finder: Finder, step: Step) -> tuple[int, Factor] | None:
+def _factor(finder: TypedRecord, step: Step) -> tuple[int, Factor] | None:
     """The sharded dim of the tensor that an operator sums, from the end, and its shards; None: it has no such dim, or
     several."""
     x, record = step.inputs[0], finder.record
