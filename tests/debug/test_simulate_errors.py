@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import tp_ext
 from tp_ext.debug import simulate
@@ -100,6 +101,28 @@ def _nested(rank, group):
     simulate(_raises, 2)
 
 
+def _in_forward_mode(differentiate):
+    def fn(rank, group):
+        layer = tp_ext.ColumnParallelLinear(3, 4, group=group, gather_output=True)
+        differentiate(lambda x: layer(x), torch.ones(3))  # here
+
+    fn.__name__ = differentiate.__name__
+    return fn
+
+
+def jvp(f, x):
+    torch.func.jvp(f, (x,), (x,))
+
+
+def jacfwd(f, x):
+    torch.func.jacfwd(f)(x)
+
+
+def dual_level(f, x):
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(x, x))
+
+
 FIT = "which does not fit"
 FAILURES = [
     (_raises, 3, "rank 1 raised KeyError: 'lost'", KeyError),
@@ -144,6 +167,10 @@ FAILURES = [
     (_polls, 2, "rank 0 polls for a call that no other rank can complete", RuntimeError),
     (_catches, 3, "rank 1 raised ValueError: bad", ValueError),
     (_nested, 2, "rank 0 raised RuntimeError: simulate: rank 1 raised KeyError: 'lost'", RuntimeError),
+    *(
+        (_in_forward_mode(f), 2, "ranks cannot take turns in forward mode", RuntimeError)
+        for f in (jvp, jacfwd, dual_level)
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tp_ext._build import load
 from tp_ext.simulation.rank_state import RankState, ThreadModes
@@ -137,9 +138,14 @@ class Baton:
         """Runs other ranks until the call is done.
 
         Raises:
-            RuntimeError: a rank failed, or no rank can run.
+            RuntimeError: a rank failed, no rank can run, or this one is in forward mode.
         """
         rank = self._ranks[number]
+        if forward_ad._current_level >= 0:  # of the process, where torch counts levels: the next rank would be in it
+            raise RuntimeError(
+                "ranks cannot take turns in forward mode (torch.func.jvp, jacfwd, dual_level), which belongs to their "
+                "process: run it under torchrun"
+            )
         rank.waiting = call
         try:
             while not call.done:
