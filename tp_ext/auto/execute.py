@@ -52,6 +52,7 @@ from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
 from tp_ext.model.layouts import carry_attributes, declare_layouts, hooks_of, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
+from tp_ext.outside.live_shards import Replaced
 from tp_ext.sharding import Layout
 from tp_ext.share_sizes import Shares, split_sizes, using_shares
 
@@ -268,6 +269,8 @@ class _Applied:
         refuse_fused_paths(self.model, list(self.plan.shardings))
         self.shard_buffers()
         self.fuse_norms()
+        kept = set(map(id, self.model.parameters()))
+        Replaced.add(full for full in self.old.values() if id(full) not in kept)
         patch(self.model, local_of(self.plan.patches, self.plan.sizes, self.group.rank).patches)
         self.edit_calls(own_input, is_guarded)
         for module, edits in self.edits.items():

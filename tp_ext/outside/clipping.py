@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tp_ext.model.carriers import Carriers
-from tp_ext.outside.live_shards import layouts_by_id, live_shards, memory_of, unlisted_shards
+from tp_ext.outside.live_shards import Replaced, layouts_by_id, live_shards, memory_of, unlisted_shards
 from tp_ext.parallel.grad_norm import GradientRow, gradient_terms, local_gradient, norm_of_rows
 from tp_ext.sharding import Layout
 
@@ -74,6 +74,7 @@ def clip_grad_norm_(
     ids = tuple(map(id, listed))
     padded = _counts_padding(norm_type)
     if padded or _Unsharded.changes != Carriers.changes or ids not in _Unsharded.lists:
+        Replaced.refuse(listed, "parameters")
         known = layouts_by_id(listed, padded, blocked=True)
         # One shard is enough: then all are counted by our norm, which takes the others once
         unlisted = _unlisted(listed, not known.keys().isdisjoint(ids))

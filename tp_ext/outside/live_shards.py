@@ -1,16 +1,46 @@
 """The shards of live modules, for functions of torch that are given parameters, or an optimizer, and no model."""
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tp_ext.model.carriers import Carriers, is_sharded
 from tp_ext.model.fqn import resolve_fqn, unpruned
 from tp_ext.model.layouts import layouts_of
 from tp_ext.sharding import Layout
+
+
+class Replaced:
+    """Parameters whose place in their model a shard has taken: what was made of them before looks at tensors that no
+    forward uses.
+
+    Attributes:
+        count: of calls that have added some.
+    """
+
+    parameters: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
+    count: ClassVar[int] = 0
+
+    @classmethod
+    def add(cls, parameters: Iterable[Tensor]) -> None:
+        """Notes parameters that have been replaced."""
+        cls.parameters.update(dict.fromkeys(parameters))
+        cls.count += 1
+
+    @classmethod
+    def refuse(cls, parameters: Iterable[Tensor], what: str) -> None:
+        """Raises ValueError if one of the parameters has been replaced."""
+        gone = next((param for param in parameters if param in cls.parameters), None)
+        if gone is not None:
+            raise ValueError(
+                f"{what}: a parameter of shape {tuple(gone.shape)} is no longer the model's, which has a shard in its "
+                "place since tp_ext.auto.apply: take model.parameters() afterwards"
+            )
 
 
 def layouts_by_id(params: Iterable[Tensor], padded: bool = False, blocked: bool = False) -> dict[int, Layout]:

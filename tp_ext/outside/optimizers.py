@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from tp_ext._checks import check_type
 from tp_ext.model.census import Census
-from tp_ext.outside.live_shards import layouts_by_id
+from tp_ext.outside.live_shards import Replaced, layouts_by_id
 from tp_ext.sharding import Layout
 
 _FAMILIES = re.compile(r"lbfgs|muon|adafactor|lamb(?!da)|lars|shampoo|soap|prodigy|dadapt", re.IGNORECASE)
@@ -37,7 +37,7 @@ _SHAPES = ((4, 6), (6, 4), (160, 144))
 _BIT_SHAPE, _BIT_CUTS = (40, 331), ((0, 1, 6, 40), (0, 5, 16, 331))  # vectors and remainders of all lengths
 _BIT_STEPS = 8  # more than RAdam's first five, which it computes otherwise
 _MAX_COPIED = 1 << 20  # elements of tensors that a copy of an optimizer may have
-# With the numbers of their step hooks then; None: accepted, with any
+# With Replaced.count and the numbers of their step hooks then; None: accepted, with any
 _checked: "weakref.WeakKeyDictionary[Optimizer, tuple[int, ...] | None]" = weakref.WeakKeyDictionary()
 _verdicts: dict[tuple[str, str, str, bool], bool | None] = {}
 _functions = itertools.count()
@@ -106,7 +106,7 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ValueError: on every rank that holds a shard; nothing has been communicated or updated.
     """
-    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    hooks = (Replaced.count, *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
     if _checked.get(optimizer, (-1,)) not in (None, hooks):
         compiled = torch.compiler.is_compiling()
         _look_at(optimizer, len(args) > 1 or kwargs.get("closure") is not None, compiled)
@@ -115,6 +115,7 @@ def refuse_on_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable
 def _look_at(optimizer: Optimizer, with_closure: bool, compiled: bool) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    Replaced.refuse(params, "optimizer")
     known = layouts_by_id(params, blocked=True)
     sharded = _sharded((f"a parameter of shape {tuple(p.shape)}", known[id(p)]) for p in params if id(p) in known)
     if sharded is not None:
@@ -132,7 +133,8 @@ def _look_at(optimizer: Optimizer, with_closure: bool, compiled: bool) -> None:
                 "optimizer: its step must not be compiled for parameters of a model built in tp_invariant: compiled "
                 "code rounds otherwise"
             )
-    _checked[optimizer] = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+    _checked[optimizer] = (Replaced.count, *hooks)
 
 
 register_optimizer_step_pre_hook(refuse_on_shards)
