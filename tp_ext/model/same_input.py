@@ -45,10 +45,19 @@ class compare_inputs:
         DebugMode.on = on
 
     def __enter__(self) -> Self:
+        _entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        DebugMode.on = self._before
+        place = _entered.index(self)
+        del _entered[place]
+        if place < len(_entered):  # of simulated ranks, which leave in any order
+            _entered[place]._before = self._before
+        else:
+            DebugMode.on = self._before
+
+
+_entered: list[compare_inputs] = []
 
 
 def enable(on: bool = True) -> compare_inputs:
