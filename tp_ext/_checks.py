@@ -122,10 +122,9 @@ def refuse_group(**values: object) -> None:
 def warn_caller(text: str, category: type[Warning]) -> None:
     """Warns at the line outside of this package that led to the call."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] != "tp_ext" and module != "torch.utils._contextlib":  # of @torch.no_grad()
+            break
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "tp_ext" or module == "torch.utils._contextlib"  # of @torch.no_grad()
