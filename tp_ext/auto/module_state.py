@@ -180,6 +180,10 @@ class StateWatch:
             self.add_hooks((name, hooks), vars(module), hooks)
         if is_layer(module):  # its own attributes are no business of the model's code
             self.add(operator.itemgetter("training", "training"), vars(module))
+            self.add(_forward_of_instance, _Sized(vars(module)))
+            forward = vars(module).get("forward")
+            if name and forward is not None and not is_of(forward, MACHINERY):
+                self.places[name, "forward"] = StatePlace(text_of(forward), vars(module), "forward")
             return
         self.add_holder((name,), vars(module), 0, INTERNAL)
 
@@ -276,6 +280,10 @@ class _Sized:
 
 class _Cell(_Sized):
     """A variable of a closure."""
+
+
+def _forward_of_instance(attributes: _Sized) -> tuple[Any]:
+    return (attributes.holder.get("forward"),)
 
 
 def _contents(cell: _Cell) -> tuple[Any]:

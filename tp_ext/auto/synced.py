@@ -32,7 +32,7 @@ class Synced:
             if name in self.targets:
                 self.memo[id(module)] = self.targets[name]
                 # Forwards of ours, which code of the user may have wrapped
-                if "forward" in vars(module):
+                if "forward" in vars(module) and (name, "forward") not in self.changes:
                     self.memo[id(vars(module)["forward"])] = self.targets[name].forward
         for path, text in self.changes.items():
             if path[0] in self.targets and path[1] != "_modules" and path[-1] != "training":
