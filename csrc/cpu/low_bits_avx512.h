@@ -14,6 +14,11 @@ constexpr int kGroup = 128;  // inputs of a vector of bytes
 
 #if TP_HAS_FP16_AVX512
 
+#ifndef __clang__
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 takes its own intrinsics for it
+#endif
+
 TP_FP16_AVX512 TP_INLINE __m512 values_of_4_bits() {
   return _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
 }
@@ -103,6 +108,10 @@ TP_FP16_AVX512 void rows_of_4_bits(const uint8_t* q, const S* scales, const floa
   for (; r < to; ++r)
     products_of_4_bits<1, kTokens>(q + r * rows.bytes, scales + r * rows.blocks(), x, rows, y + r);
 }
+
+#ifndef __clang__
+#pragma GCC diagnostic pop
+#endif
 
 #endif
 
