@@ -60,7 +60,7 @@ def sharded_state(model: Census, optimizer: Optimizer | None, *, for_plan: bool 
     """Returns :func:`sharded_state_dict`, and the names of the model's entries that no other stage may use.
 
     Args:
-        for_plan: give what :func:`plan_of_rank` takes, in a third of the time: :class:`HeldChunks` in place of
+        for_plan: give what ``plan_of_rank`` takes, in a third of the time: ``HeldChunks`` in place of
             :class:`ChunkedTensor`, and :class:`Options` where they can be, under ``param_groups.<name>.``.
     """
     state: StateDict = {"model": {}}
