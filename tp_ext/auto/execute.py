@@ -44,6 +44,7 @@ from tp_ext.conversions import P, S
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
+from tp_ext.model.layer_shares import know_that_they_agree
 from tp_ext.model.layouts import carry_attributes, declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.outside.live_shards import Replaced
@@ -88,6 +89,7 @@ def _carry_out(plan: Plan, model: nn.Module, parallel: ParallelGroup) -> None:
         shares = None if plan.shares is None else Shares(plan.shares, tokens=False)  # tokens have sizes of their own
         with using_blocks(plan.invariant_blocks), using_shares(shares):
             _Applied(plan, model, parallel).apply(structure is not None)
+        know_that_they_agree(model)  # the shares are the plan's
         if structure is not None:
             guard = Guard(plan, structure, apply_quietly, parallel, Baseline.of(model))
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed import ProcessGroup
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from tp_ext import common_generator
 from tp_ext._object_collectives import all_gather_objects
@@ -51,6 +56,13 @@ def meet_once(layer: Any) -> None:
         layer._compiled_call_impl = None  # a layer inside has met them when its weights were drawn
     elif _check_same(layer.tp_group, None):
         layer.has_met, layer._compiled_call_impl = True, None
+
+
+def know_that_they_agree(model: nn.Module) -> None:
+    """Notes that the ranks have compared what the layers inside are made by: they need not meet."""
+    for layer in model.modules():
+        if isinstance(getattr(type(layer), "_compiled_call_impl", None), FirstCall):
+            vars(layer).setdefault("_compiled_call_impl", None)
 
 
 def take_shares(layer: Any, activations: str) -> None:
@@ -96,7 +108,7 @@ def layer_shares(group: ParallelGroup) -> Shares | None:
 
 def _check_same(group: ParallelGroup, shares: Shares | None) -> bool:
     """Returns False where the ranks cannot communicate now."""
-    if torch.compiler.is_compiling() or not common_generator.can_meet(torch.device("cpu")):
+    if torch.compiler.is_compiling() or not dist.is_initialized() or _is_recorded():
         return False
     try:
         ranks = process_group(group.name)
@@ -120,13 +132,29 @@ def _check_same(group: ParallelGroup, shares: Shares | None) -> bool:
     return True
 
 
+def _is_recorded() -> bool:
+    """Returns whether a call is of fakes, or recorded, perhaps on one rank alone. A mode that counts or prints, which
+    one rank alone may have, does not matter."""
+    infrastructure = FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode
+    return any(
+        isinstance(mode, infrastructure) or type(mode).__module__.startswith("tp_ext.")
+        for mode in _get_current_dispatch_mode_stack()
+    )
+
+
 def _differ(ranks: ProcessGroup, exact: str) -> bool:
     number = int.from_bytes(hashlib.sha256(exact.encode()).digest()[:7], "big") if exact else 0
-    with common_generator.not_counted(), torch._C._DisableFuncTorch():
+    # No mode of the caller sees it: it is no work of the model
+    with (
+        common_generator.not_counted(),
+        torch._C._DisableFuncTorch(),
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+    ):
         # MAX of the negative is the least: one all-reduce for both
         extremes = torch.tensor([number, -number])
         ranks.allreduce([extremes], _MOST).wait()
-    return bool(extremes.sum())
+        return bool(extremes.sum())
 
 
 def _by_store(ranks: ProcessGroup, exact: str, text: str) -> list[tuple[str, str]]:

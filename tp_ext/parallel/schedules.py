@@ -137,7 +137,7 @@ def check_pipeline_model(schedule: Schedule, model: Census, parts: Sequence[nn.M
         for name, module in part.named_modules():
             where = name or type(module).__name__
             # By torch.compile, or in place
-            if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            if isinstance(module, torch._dynamo.OptimizedModule) or vars(module).get("_compiled_call_impl"):
                 refuse(f"{where!r} is compiled", "compiled code cannot run its backward in halves")
             # By a wrapper, or by torch.distributed._composable.checkpoint
             if isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or {}):

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tp_ext.debug.collective_counts import count_collectives
 from tp_ext.group import parallel_group
 from tp_ext.model.census import census
+from tp_ext.model.layer_shares import know_that_they_agree
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import manual_seed
 from tp_ext.sharding import Layout
@@ -225,6 +226,7 @@ def _built(group: Any, task: Task) -> nn.Module:
                 f"make_model: {name!r} belongs to a model that it returned before, for another rank or another p; "
                 "each call must build a model of its own (copy.deepcopy)"
             )
+    know_that_they_agree(model)  # an all-reduce at their first call would be taken for one of the model
     task.built.update(dict.fromkeys(model.parameters(), True))
     return model if task.dtype is None else model.to(task.dtype)
 
