@@ -251,7 +251,7 @@ def dim(model: Reads, x: Tensor, count: Tensor) -> Tensor:
 OTHERS: dict[str, tuple[Forward, int, int, str]] = {
     "heads": (heads, 4, 3, "no call with these numbers of values: plan with one"),
     "softmax": (softmax, 1, 3, "no call with these numbers of values: plan with one; up.weight cannot be sharded then"),
-    "dim": (dim, 1, 2, "no call with these numbers of values: plan with one; up.weight cannot be sharded then"),
+    "dim": (dim, 1, 2, "no call with these numbers of values: plan with one; it sums over sharded dims in other calls"),
 }
 
 

@@ -16,6 +16,7 @@ from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, Record, Step
+from tp_ext.auto.record.rules import SUMMED_CALLS
 from tp_ext.auto.search.reasons import Problem
 
 
@@ -48,7 +49,9 @@ class PartialSums:
             if step.is_loss:
                 self.of_loss(step)
             elif self.contracts(step):
-                self.summed_by_call(step) if row_of(step.name).is_sum else self.contracted(step)
+                # torch's attention averages its weights itself
+                by_call = row_of(step.name).is_sum and step.function in SUMMED_CALLS
+                self.summed_by_call(step) if by_call else self.contracted(step)
             elif any(id(t) in self.partial for t in step.inputs):
                 self.used(step)
         self.check_divided()
