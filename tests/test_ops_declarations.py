@@ -36,9 +36,10 @@ NO_DEFAULT = inspect.Parameter.empty
 def parameters_of_schema(schema):
     """(name, type, default) of each; a dtype, which a schema stores as a number, by its name in the text."""
     for argument in schema.arguments:
-        is_dtype = f"ScalarType {argument.name}" in str(schema)
+        dtypes = {f"ScalarType {argument.name}": torch.dtype, f"ScalarType? {argument.name}": torch.dtype | None}
+        dtype = next((dtype for text, dtype in dtypes.items() if text in str(schema)), None)
         default = argument.default_value if argument.has_default_value() else NO_DEFAULT
-        yield argument.name, torch.dtype if is_dtype else TYPES[str(argument.type)], default
+        yield argument.name, dtype or TYPES[str(argument.type)], default
 
 
 def parameters_of(function):

@@ -165,6 +165,7 @@ WITHOUT = {
     "elastic.ElasticData.average": "words in the store; tests/elastic/test_fit.py has gradients of one replica",
     "huggingface.Trainer": "as from_pretrained, clip_grad_norm_ and save_checkpoint",
     "huggingface.WeightSource": "as weight_source, which makes it",
+    "huggingface.share_batches": "as prepare, by the same functions",
     "huggingface.save_pretrained": "as full_state_dict and save_safetensors, by the same functions",
     "lightning.TensorParallelStrategy": "as prepare, by the same functions",
     "lightning.TensorParallelStrategy.all_gather": "Lightning's",

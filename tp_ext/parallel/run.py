@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tp_ext._checks import check_type
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
 from tp_ext.model.census import Census, census
@@ -120,8 +119,10 @@ def parallelize(
 
     Rajbhandari et al., "ZeRO", arXiv:1910.02054.
     """
-    check_type(nn.Module, "an nn.Module", model=model)
-    check_type(DeviceMesh, "a DeviceMesh", mesh=mesh)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: {type(mesh).__name__} must be a DeviceMesh")
     axes = mesh_axes(NOT_GIVEN, mesh)
     options = RunOptions(
         schedule=schedule,

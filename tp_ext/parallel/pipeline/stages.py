@@ -13,7 +13,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tp_ext._checks import check_type
 from tp_ext.group import Group, ParallelGroup, global_ranks, process_group
 from tp_ext.model.census import Census, census
 from tp_ext.model.coalesce import uncoalesce_gradients
@@ -143,7 +142,8 @@ def pipeline_stages(
     per_rank = number_of_stages_per_rank(known, stages_per_rank)
     number = ranks * per_rank
     check_microbatches(known, microbatches, ranks, number)
-    check_type(nn.Module, "an nn.Module", model=model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {type(model).__name__} must be an nn.Module")
     for name, function, arguments in (("context", context, "the step and the microbatch"), ("init", init, "a module")):
         if function is not None and not callable(function):
             raise TypeError(f"{name}: {function!r} must be a function of {arguments}, or None")
