@@ -108,8 +108,11 @@ def layer_shares(group: ParallelGroup) -> Shares | None:
 
 def _check_same(group: ParallelGroup, shares: Shares | None) -> bool:
     """Returns False where the ranks cannot communicate now."""
-    if torch.compiler.is_compiling() or not dist.is_initialized() or _is_recorded():
+    if torch.compiler.is_compiling() or _is_recorded():
         return False
+    with _disable_current_modes():  # others than these do not matter
+        if not common_generator.can_meet(torch.device("cpu")):
+            return False
     try:
         ranks = process_group(group.name)
     except (ValueError, RuntimeError, KeyError):  # destroyed, or never made: nothing will communicate over it

@@ -71,7 +71,7 @@ class Baton:
         describe_stuck: Callable[[dict[int, Any], set[int]], str],
     ) -> None:
         self._body, self._describe_stuck = body, describe_stuck
-        self._modes = ThreadModes()
+        self._modes, self._level = ThreadModes(), forward_ad._current_level  # a proof may run within a jvp
         self._outside = RankState()
         torch.manual_seed(seed)
         start = RankState()
@@ -141,7 +141,7 @@ class Baton:
             RuntimeError: a rank failed, no rank can run, or this one is in forward mode.
         """
         rank = self._ranks[number]
-        if forward_ad._current_level >= 0:  # of the process, where torch counts levels: the next rank would be in it
+        if forward_ad._current_level > self._level:  # of the process: the next rank would be in it, too
             raise RuntimeError(
                 "ranks cannot take turns in forward mode (torch.func.jvp, jacfwd, dual_level), which belongs to their "
                 "process: run it under torchrun"
