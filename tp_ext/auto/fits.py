@@ -1,4 +1,4 @@
-"""What is checked before a plan is carried out: it fits the model, and all ranks have the same plan and weights."""
+"""Checks before a plan is carried out: that it fits the model, and that all ranks have the same plan and weights."""
 
 import hashlib
 from functools import partial

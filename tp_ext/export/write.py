@@ -167,6 +167,7 @@ def _call(
     """Returns the call as a module on a list of tensors, having called it."""
     call = TracedCall(model, example)
     state = {name: tensor._version for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    # A step of decoding has inputs of its own: the example gives it a prompt, and nothing that a step does not take
     if generate:
         ids = call.tensors[0] if call.tensors else None
         if ids is None or ids.dtype != torch.int64 or ids.dim() != 2 or ids.shape[0] != batch or max_seq is None:
@@ -182,6 +183,7 @@ def _call(
         step.eval()
         step(list(step.tensors))
         return step
+    # Called once before it is traced: a graph would drop, or repeat in each call, what a forward writes
     call.tensors = [tensor.detach().contiguous() for tensor in call.tensors]
     versions = [tensor._version for tensor in call.tensors]
     call(list(call.tensors))

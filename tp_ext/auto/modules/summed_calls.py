@@ -36,7 +36,7 @@ class _Sum:
 
     @property
     def share(self) -> float:
-        """Of the elements, those on this rank: ranks may have different numbers of them."""
+        """The fraction of the elements that this rank holds; ranks may hold different numbers."""
         factor = self.edit.factor
         assert factor is not None
         return factor.local_size(self.group.rank, self.group.size) / factor.size
