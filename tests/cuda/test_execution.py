@@ -237,5 +237,5 @@ def test_every_primitive_operator_is_in_a_family() -> None:
         inputs = family.inputs("cpu", torch.float32)
         with heard:
             family.step(*inputs)
-    primitives = set(re.findall(r'm\.def\(\s*"(_\w+)\(', (CSRC / "library.cpp").read_text()))
+    primitives = set(re.findall(r"^(_\w+)\(", (CSRC / "library.cpp").read_text(), re.M))
     assert heard.names == primitives

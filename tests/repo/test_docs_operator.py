@@ -62,8 +62,8 @@ def test_the_page_compiles_and_its_tests_pass(tmp_path):
             text = path.read_text().replace("\n}  // namespace tp_ext", f"\n{text}}}  // namespace tp_ext")
         if file == "csrc/library.cpp":  # those of the library itself are loaded
             path = tmp_path / "csrc" / "added.cpp"
-            tags = "const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};"
-            text = f"#include <torch/library.h>\nTORCH_LIBRARY_FRAGMENT(tp_ext, m) {{\n  {tags}\n{text}}}\n"
+            defined = "".join(f'  m.def("{line}", {{at::Tag::pt2_compliant_tag}});\n' for line in text.splitlines())
+            text = f"#include <torch/library.h>\nTORCH_LIBRARY_FRAGMENT(tp_ext, m) {{\n{defined}}}\n"
         if file.startswith("csrc/"):
             path.write_text(text)
         if path.suffix == ".cpp":  # objects of cpp_extension.load have the names of the sources, without their folders
