@@ -94,11 +94,11 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 class _WeightDraws:
-    """A context in which torch's generators of the CPU and of ``device`` are those of initial weights, if
+    """A context in which torch draws initial weights, by generators of the CPU and of ``device`` for them alone, if
     ``manual_seed(seed, mesh)`` seeded torch last.
 
     Attributes:
-        seeds: the seed of torch's generators on this rank, and that of weights; None without a mesh.
+        seeds: of torch's generators on this rank, and of weights; None without a mesh.
         states: the state of the weights' generator of a device, once it has been used.
     """
 

@@ -18,8 +18,8 @@ from tp_ext._checks import check_int
 from tp_ext.context_layout import ContextLayout
 
 # [Note: a step and a microbatch are a seed of torch's generators]
-_MARK = 0x5E9D << 47  # upper bits of the seeds of scopes, by which they are known
-_STEPS = 2  # of which calls are remembered, for recomputation
+_MARK = 0x5E9D << 47  # upper bits that mark the seed of a scope
+_STEPS = 2  # the calls of this many steps are remembered, for recomputation
 
 CallNumbers = dict[int, dict[int, int]]
 """Key of a module's name -> ticket -> number of the call."""
@@ -316,8 +316,8 @@ def at(
             or does not fit the activations. TypeError: an argument of another type. RuntimeError: no
             ``tp_ext.manual_seed``; where a mask is drawn, a CUDA graph is captured, or the step is too old.
     """
-    # With batch_offset masks are those of the global batch, in which seq and token_offset count; without it they would
-    # have no meaning
+    # With batch_offset masks are drawn for the global batch, where seq and token_offset count; without it these mean
+    # nothing
     numbers: dict[str, Any] = {"step": step, "microbatch": microbatch, "batch_offset": batch_offset}
     for name, value in (numbers | {"seq": seq, "token_offset": token_offset}).items():
         if value is None and name not in ("step", "microbatch"):

@@ -220,7 +220,7 @@ def spans_of_trace(trace: dict[str, Any], calls: Iterable[Call]) -> list[Span]:
     """Returns the spans in a Chrome trace of ``torch.profiler``, in order of their begin; in seconds since 1970.
 
     Args:
-        calls: those of this process in the order in which they were issued.
+        calls: of this process, in the order of their issue.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     phases = [found for event in events if (found := _phase_of(event)) is not None]

@@ -289,7 +289,7 @@ class ParallelModule(nn.Module):
     def parameter(self, name: str, given: Tensor | None = None, *, operator_sums: bool = False) -> Any:
         """Returns the parameter as ``forward`` has to use it: its gradient will be complete on every rank.
 
-        The value is always that of ``getattr(self, name)``. What autograd does with its gradient depends on the
+        The value is always ``getattr(self, name)``. What autograd does with its gradient depends on the
         parameter:
 
         ======================================  ========================================================
@@ -298,7 +298,7 @@ class ParallelModule(nn.Module):
         sharded                                 this rank's, which is complete
         sharded, with rows that other ranks     of those rows, the sum over the ranks that hold them
         hold, too (KV replicas)
-        replicated                              this rank's, which is that of all tokens
+        replicated                              this rank's, which counts all tokens
         replicated, under sequence parallelism  the sum over the ranks, each of which has its own tokens
         ======================================  ========================================================
 

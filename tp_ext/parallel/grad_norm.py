@@ -208,8 +208,8 @@ def _norm(
     foreach: bool | None,
     dtypes: set[torch.dtype],
 ) -> Tensor:
-    """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count; ``dtypes``: of the
-    gradients, to which those of other ranks are added."""
+    """Returns the fp64 norm, equal on all ranks; ``skipped``: ids of parameters that do not count; ``dtypes``: of this
+    rank's gradients; the dtypes on other ranks are added."""
     if math.isnan(norm_type):
         raise ValueError(f"norm_type: {norm_type} must be a number")
     if norm_type == 0:

@@ -222,7 +222,7 @@ class ParallelMoE(LayerOverData):
         sequences = self._sequences(x, batch_size, total)
         in_blocks, name = self.invariant_blocks is not None, self.tp_group.name
         if in_blocks and sizes is not None:
-            # Gradients of what is gathered are complete: those of experts by their trees, those of routers as they are
+            # Gradients of gathered tokens are complete: the trees of the experts sum theirs, routers compute all of it
             tokens, first = _ops.gather_from_region(tokens, name, 0, sizes), 0
         routed = self.router(tokens, sequences, first, total)
         losses = routed.losses
