@@ -13,7 +13,7 @@
 #include <ATen/ops/mm.h>
 
 #include "autograd/autocast.h"
-#include "autograd/function.h"
+#include "autograd/call.h"
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
 #include "autograd/main_grad.h"
@@ -24,20 +24,21 @@
 namespace tp_ext {
 namespace {
 
+struct AllToAllCall {
+  std::string group;
+  Split sent, received;
+  OptionalTensor main_grad{};
+
+  auto fields() { return std::tie(group, sent, received, main_grad); }
+};
+
 struct AllToAllLinear : Function<AllToAllLinear> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& rows, const std::string& group,
-                               const Split& split, const Split& concat, const Tensor& x,
-                               const Tensor& weight, const OptionalTensor& main_grad) {
-    ctx->save_for_backward(
-        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
-    auto& data = ctx->saved_data;
-    data["group"] = group;
-    data["sent"] = c10::SymIntArrayRef(split.sizes);
-    data["received"] = c10::SymIntArrayRef(concat.sizes);
-    // Not saved as a variable: it is written between forward and backward, in every microbatch
-    if (main_grad.has_value()) data["main_grad"] = *main_grad;
+  static variable_list forward(AutogradContext* ctx, const Tensor& rows, const Tensor& x,
+                               const Tensor& weight, const AllToAllCall& call) {
+    ctx->save_for_backward(operands(x, weight));
+    put_call(ctx, call);
     const Unrecorded guard(comm::traced(rows) || comm::traced(x));
-    auto arriving = comm::all_to_all_async(rows, group, 0, 0, split, concat);
+    auto arriving = comm::all_to_all_async(rows, call.group, 0, 0, call.sent, call.received);
     Tensor y = products::linear(x, weight);
     return {arriving.wait(), y};
   }
@@ -45,30 +46,26 @@ struct AllToAllLinear : Function<AllToAllLinear> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1], &drows = grads[0], &dy = grads[1];
-    auto& data = ctx->saved_data;
-    const auto group = data["group"].toStringRef();
-    const Split sent{data["sent"].toSymIntVector()}, received{data["received"].toSymIntVector()};
+    const auto [group, sent, received, main_grad] = get_call<AllToAllCall>(ctx);
     const bool wants_rows = ctx->needs_input_grad(0), wants_x = ctx->needs_input_grad(1);
     const bool wants_w = ctx->needs_input_grad(2);
-    const bool accumulates = data.count("main_grad") > 0;
-    if (accumulates) refuse_double_backward("a linear with grad_accumulation_fusion", grads);
+    if (main_grad) refuse_double_backward("a linear with grad_accumulation_fusion", grads);
     variable_list result = gradients();
     if (at::GradMode::is_enabled() || any_tangent(drows, dy)) {
       if (wants_rows) result[0] = all_to_all_region(drows, group, 0, 0, received.sizes, sent.sizes);
-      if (wants_x) result[4] = at::matmul(dy, weight);
-      if (wants_w) result[5] = at::mm(as_rows(dy).t(), as_rows(x));
+      if (wants_x) result[1] = at::matmul(dy, weight);
+      if (wants_w) result[2] = at::mm(as_rows(dy).t(), as_rows(x));
       return result;
     }
     const Unrecorded guard(comm::traced(drows) || comm::traced(dy));
     std::optional<comm::Pending> returning;
     if (wants_rows) returning.emplace(comm::all_to_all_async(drows, group, 0, 0, received, sent));
-    if (wants_x) result[4] = input_grad(dy, weight);
-    if (wants_w && accumulates) {
-      const Tensor main_grad = data["main_grad"].toTensor();
-      add_weight_grad(main_grad, as_rows(dy), as_rows(x));
-      result[5] = placeholder_grad(main_grad, dy, 2);
+    if (wants_x) result[1] = input_grad(dy, weight);
+    if (wants_w && main_grad) {
+      add_weight_grad(*main_grad, as_rows(dy), as_rows(x));
+      result[2] = placeholder_grad(*main_grad, dy, 2);
     } else if (wants_w) {
-      result[5] = weight_grad(dy, x);
+      result[2] = weight_grad(dy, x);
     }
     if (returning) result[0] = returning->wait();
     return result;
@@ -91,7 +88,7 @@ std::tuple<Tensor, Tensor> all_to_all_linear(const Tensor& rows, const std::stri
   if (p == 1)
     return {rows,
             column_parallel_linear(x, weight, std::nullopt, "", false, std::nullopt, main_grad, 1)};
-  auto both = AllToAllLinear::apply(rows, group, split, concat, x, weight, main_grad);
+  auto both = AllToAllLinear::apply(rows, x, weight, AllToAllCall{group, split, concat, main_grad});
   return {both[0], both[1]};
 }
 

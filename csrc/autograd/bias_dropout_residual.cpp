@@ -9,7 +9,7 @@
 
 #include <utility>
 
-#include "autograd/function.h"
+#include "autograd/call.h"
 #include "autograd/split_backward.h"
 #include "operators.h"
 #include "rows.h"
@@ -19,21 +19,11 @@ namespace {
 
 // The probability, and which elements of the full tensor these are
 struct Mask {
-  double p;
+  double p = 0;
   SymInt local_inner, full_inner, offset;
+  bool has_bias = false, has_residual = false;
 
-  void put(AutogradContext* ctx) const {
-    auto& data = ctx->saved_data;
-    data["p"] = p;
-    data["local_inner"] = local_inner;
-    data["full_inner"] = full_inner;
-    data["offset"] = offset;
-  }
-  static Mask get(AutogradContext* ctx) {
-    auto& data = ctx->saved_data;
-    return {data["p"].toDouble(), data["local_inner"].toSymInt(), data["full_inner"].toSymInt(),
-            data["offset"].toSymInt()};
-  }
+  auto fields() { return std::tie(p, local_inner, full_inner, offset, has_bias, has_residual); }
 };
 
 struct BiasDropoutResidual : Function<BiasDropoutResidual> {
@@ -42,26 +32,26 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     static const auto op = TP_OP(_bias_dropout_residual_fwd);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({seed});
-    ctx->saved_data["has_bias"] = bias.has_value();
-    ctx->saved_data["has_residual"] = residual.has_value();
-    mask.put(ctx);
+    put_call(ctx, mask);
     return op.call(x, bias, residual, seed, mask.p, mask.local_inner, mask.full_inner, mask.offset);
   }
 
   // dx, and the gradient of the bias if it is needed
-  static std::tuple<Tensor, Tensor> dropout_again(AutogradContext* ctx, const Tensor& grad,
-                                                  bool bias_wanted) {
+  static std::tuple<Tensor, Tensor> dropout_again(AutogradContext* ctx, const Mask& mask,
+                                                  const Tensor& grad, bool bias_wanted) {
     static const auto op = TP_OP(_dropout_bwd);
     static const auto op_with_bias = TP_OP(_bias_dropout_bwd);
     const auto saved = ctx->get_saved_variables();
-    const auto [p, local_inner, full_inner, offset] = Mask::get(ctx);
     if (at::GradMode::is_enabled()) {  // create_graph: differentiable forms of both
-      const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], p,
-                                              local_inner, full_inner, offset);
+      const Tensor dx = bias_dropout_residual(grad, std::nullopt, std::nullopt, saved[0], mask.p,
+                                              mask.local_inner, mask.full_inner, mask.offset);
       return {dx, bias_wanted ? sum_to_last_dim(dx) : Tensor()};
     }
-    if (bias_wanted) return op_with_bias.call(grad, saved[0], p, local_inner, full_inner, offset);
-    return {op.call(grad, saved[0], p, local_inner, full_inner, offset), Tensor()};
+    if (bias_wanted)
+      return op_with_bias.call(grad, saved[0], mask.p, mask.local_inner, mask.full_inner,
+                               mask.offset);
+    return {op.call(grad, saved[0], mask.p, mask.local_inner, mask.full_inner, mask.offset),
+            Tensor()};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -69,17 +59,16 @@ struct BiasDropoutResidual : Function<BiasDropoutResidual> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return result;
     // needs_input_grad counts defined tensors only
-    const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    const bool bias_wanted = has_bias && ctx->needs_input_grad(1);
-    const bool residual_wanted =
-        ctx->saved_data["has_residual"].toBool() && ctx->needs_input_grad(has_bias ? 2 : 1);
+    const auto mask = get_call<Mask>(ctx);
+    const bool bias_wanted = mask.has_bias && ctx->needs_input_grad(1);
+    const bool residual_wanted = mask.has_residual && ctx->needs_input_grad(mask.has_bias ? 2 : 1);
     if (ctx->needs_input_grad(0)) {
-      const bool keeps_bias = has_bias && !at::GradMode::is_enabled() && asked_later(ctx, 1);
-      std::tie(result[0], result[1]) = dropout_again(ctx, grad, bias_wanted || keeps_bias);
+      const bool keeps_bias = mask.has_bias && !at::GradMode::is_enabled() && asked_later(ctx, 1);
+      std::tie(result[0], result[1]) = dropout_again(ctx, mask, grad, bias_wanted || keeps_bias);
       if (keeps_bias) keep_results(ctx, grad, {std::exchange(result[1], Tensor())});
     } else if (bias_wanted) {
       const auto kept = take_results(ctx, grad);
-      result[1] = kept.empty() ? std::get<1>(dropout_again(ctx, grad, true)) : kept[0];
+      result[1] = kept.empty() ? std::get<1>(dropout_again(ctx, mask, grad, true)) : kept[0];
     }
     if (residual_wanted) result[2] = grad;
     return result;
@@ -108,7 +97,7 @@ Tensor bias_dropout_residual(const Tensor& x, const OptionalTensor& bias,
   return BiasDropoutResidual::apply(
       x.to(dtype), has_bias ? OptionalTensor(bias->to(dtype)) : std::nullopt,
       has_residual ? OptionalTensor(residual->to(dtype)) : std::nullopt, seed,
-      Mask{p, local_inner, full_inner, offset});
+      Mask{p, local_inner, full_inner, offset, has_bias, has_residual});
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

@@ -29,7 +29,7 @@
 #include "attention_rows.h"
 #include "autograd/autocast.h"
 #include "autograd/blocks.h"
-#include "autograd/function.h"
+#include "autograd/call.h"
 #include "check.h"
 #include "dtype_dispatch.h"
 #include "operators.h"
@@ -42,10 +42,12 @@ constexpr const char* kBlockAttention = "block_attention";
 
 struct AttentionCall {
   std::vector<int64_t> kv_heads;  // of each query head; empty: its own
-  bool causal;
-  double scale;
+  bool causal = false;
+  double scale = 1;
   std::optional<int64_t> window;
-  double softcap;
+  double softcap = 0;
+
+  auto fields() { return std::tie(causal, scale, window, softcap); }
 
   // The keys that query i of n sees, if the first key of its sequence is `first`, of m
   Keys seen(int64_t i, int64_t n, int64_t m, int64_t first) const {
@@ -210,11 +212,7 @@ struct BlockAttention : Function<BlockAttention> {
       });
     });
     ctx->save_for_backward({q, k, v, y, lse, mask, padding});
-    auto& data = ctx->saved_data;
-    data["causal"] = call.causal;
-    data["scale"] = call.scale;
-    data["window"] = call.window;
-    data["softcap"] = call.softcap;
+    put_call(ctx, call);
     return y;
   }
 
@@ -224,12 +222,7 @@ struct BlockAttention : Function<BlockAttention> {
     const auto saved = ctx->get_saved_variables();
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &y = saved[3], &lse = saved[4];
     const Tensor &mask = saved[5], &padding = saved[6];
-    auto& data = ctx->saved_data;
-    const AttentionCall call{{},
-                             data["causal"].toBool(),
-                             data["scale"].toDouble(),
-                             data["window"].toOptional<int64_t>(),
-                             data["softcap"].toDouble()};
+    const auto call = get_call<AttentionCall>(ctx);
     const int64_t heads = q.size(1);
     const Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
     for_each_block(q, q.size(0) * heads, [&](int64_t i) {

@@ -17,7 +17,6 @@
 //
 // Column backward: the exchange of dx overlaps the products of dw. Saved: as linear.cpp.
 
-#include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -29,7 +28,7 @@
 
 #include "autograd/autocast.h"
 #include "autograd/blocks.h"
-#include "autograd/function.h"
+#include "autograd/exchange.h"
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
 #include "operators.h"
@@ -40,39 +39,14 @@ namespace {
 constexpr const char* kBlockLinear = "a linear built in tp_ext.tp_invariant";
 
 struct BlockCall {
-  std::string group;
-  bool sequence_parallel;
-  Split tokens;  // under SP: tokens per rank
+  Exchange tokens;  // cut under SP
   comm::BlocksOfRanks blocks;
   std::vector<int64_t> flat;  // segments
-};
+  bool has_bias = false;
 
-struct SavedBlocks : BlockCall {
-  Tensor x, weight;
-  bool has_bias;
-
-  static void put(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool has_bias,
-                  const BlockCall& call) {
-    ctx->save_for_backward(
-        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor()});
-    auto& data = ctx->saved_data;
-    data["group"] = call.group;
-    data["blocks"] = call.blocks;
-    data["segments"] = call.flat;
-    if (has_bias) data["has_bias"] = true;
-    if (call.sequence_parallel) data["tokens"] = c10::SymIntArrayRef(call.tokens.sizes);
-  }
-  static SavedBlocks get(AutogradContext* ctx) {
-    auto tensors = ctx->get_saved_variables();
-    auto& data = ctx->saved_data;
-    const bool sp = data.count("tokens") > 0;
-    return {{data["group"].toStringRef(), sp, sp ? Split{data["tokens"].toSymIntVector()} : Split(),
-             data["blocks"].toIntVector(), data["segments"].toIntVector()},
-            std::move(tensors[0]),
-            std::move(tensors[1]),
-            data.count("has_bias") > 0};
-  }
+  auto fields() { return std::tuple_cat(tokens.fields(), std::tie(blocks, flat, has_bias)); }
 };
+using SavedBlocks = SavedLinear<BlockCall>;
 
 Tensor row_major_rows(const Tensor& x) { return row_major(as_rows(x)); }
 
@@ -117,7 +91,7 @@ template <typename F>
 comm::TreeSum tree_of_products(const Tensor& like, const SymInt& columns, const BlockCall& call,
                                const F& multiply) {
   const auto segments = segments_of(call.flat);
-  const auto blocks = own_blocks(call.blocks, call.group);
+  const auto blocks = own_blocks(call.blocks, call.tokens.group);
   const Tensor none = like.new_empty_symint({0, like.sym_size(0), columns});
   return sum_of_blocks(like, blocks, none, [&](int64_t i) {
     Tensor leaf;
@@ -133,26 +107,12 @@ comm::TreeSum tree_of_products(const Tensor& like, const SymInt& columns, const 
   });
 }
 
-std::vector<SymInt> with_last(const Tensor& x, const SymInt& n) {
-  auto shape = x.sym_sizes().vec();
-  shape.back() = n;
-  return shape;
-}
-
-// The ranks' tokens of x [tokens, .., n] as rows
-Split split_rows(const Tensor& x, Split tokens) {
-  for (int64_t d = 1; d < x.dim() - 1; ++d)
-    for (auto& n : tokens.sizes) n = n * x.sym_size(d);
-  return tokens;
-}
-
 struct BlockColumnLinear : Function<BlockColumnLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const BlockCall& call) {
-    SavedBlocks::put(ctx, x, weight, bias.has_value(), call);
+    SavedBlocks::put(ctx, x, weight, call);
     const Unrecorded guard(x);
-    const Tensor full =
-        call.sequence_parallel ? comm::all_gather(x, call.group, 0, call.tokens) : x;
+    const Tensor full = call.tokens.gather(x);
     const Tensor tokens = row_major_rows(full), rows = in_whole_rows(tokens);
     const Tensor y =
         by_segments(rows, {rows.size(0), weight.size(0)}, 1, segments_of(call.flat),
@@ -162,35 +122,33 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
                       const Tensor b = bias->narrow(0, s.start, s.length);
                       return out.defined() ? at::addmm_out(out, b, rows, w) : at::addmm(b, rows, w);
                     });
-    return without_extra(y, tokens).view_symint(with_last(full, weight.sym_size(0)));
+    return without_extra(y, tokens).view_symint(with_features(full, weight.sym_size(0)));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kBlockLinear, grads);
-    const auto s = SavedBlocks::get(ctx);
-    const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
-    const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
+    const SavedBlocks s(ctx);
     const Unrecorded guard(grads[0]);
     const Tensor& dy = grads[0];
     const Tensor rows = row_major_rows(dy);
     const auto segments = segments_of(s.flat);
     std::optional<comm::Pending> x_full;
     std::optional<comm::TreeSum::Pending> dx;
-    if (wants_w && s.sequence_parallel)
-      x_full.emplace(comm::all_gather_async(s.x, s.group, 0, s.tokens));
-    if (wants_x) {
+    if (s.wants_w) x_full.emplace(s.tokens.gather_async(s.x));
+    if (s.wants_x) {
       auto tree = tree_of_products(rows, s.weight.sym_size(1), s, [&](const Segment& segment) {
         return at::mm(columns(rows, segment), s.weight.narrow(0, segment.start, segment.length));
       });
-      dx.emplace(s.sequence_parallel ? std::move(tree).reduce_scatter_async(
-                                           s.group, split_rows(dy, s.tokens), dy.scalar_type())
-                                     : std::move(tree).all_reduce_async(s.group, dy.scalar_type()));
+      dx.emplace(s.tokens.cut()
+                     ? std::move(tree).reduce_scatter_async(
+                           s.tokens.group, rows_of_ranks(dy, s.tokens.split), dy.scalar_type())
+                     : std::move(tree).all_reduce_async(s.tokens.group, dy.scalar_type()));
     }
     // After issuing the exchange, which they overlap
-    const Tensor db = wants_b ? column_sums(rows, segments).to(dy.scalar_type()) : Tensor();
+    const Tensor db = s.wants_b ? column_sums(rows, segments).to(dy.scalar_type()) : Tensor();
     Tensor dw;
-    if (wants_w) {
-      const Tensor x = row_major_rows(x_full ? x_full->wait() : s.x);
+    if (s.wants_w) {
+      const Tensor x = row_major_rows(x_full->wait());
       dw = by_segments(rows, {rows.size(1), x.size(1)}, 0, segments,
                        [&](const Segment& segment, Tensor out) {
                          return product(columns(rows, segment).t(), x, std::move(out));
@@ -198,8 +156,8 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
     }
     Tensor grad;
     if (dx) {
-      auto shape = with_last(dy, s.weight.sym_size(1));
-      if (s.sequence_parallel) shape[0] = s.tokens.sizes[comm::rank(s.group)];
+      auto shape = with_features(dy, s.weight.sym_size(1));
+      if (s.tokens.cut()) shape[0] = s.tokens.split.sizes[comm::rank(s.tokens.group)];
       grad = dx->wait().view_symint(shape);
     }
     return gradients({grad, dw, db});
@@ -209,54 +167,51 @@ struct BlockColumnLinear : Function<BlockColumnLinear> {
 struct BlockRowLinear : Function<BlockRowLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const BlockCall& call) {
-    SavedBlocks::put(ctx, x, weight, bias.has_value(), call);
+    SavedBlocks::put(ctx, x, weight, call);
     const Unrecorded guard(x);
     const Tensor tokens = row_major_rows(x), rows = in_whole_rows(tokens);
     auto tree = tree_of_products(tokens, weight.sym_size(0), call, [&](const Segment& s) {
       return without_extra(at::mm(columns(rows, s), columns(weight, s).t()), tokens);
     });
-    auto shape = with_last(x, weight.sym_size(0));
-    if (call.sequence_parallel) shape[0] = call.tokens.sizes[comm::rank(call.group)];
-    const Tensor sum = call.sequence_parallel
-                           ? std::move(tree).reduce_scatter(call.group, split_rows(x, call.tokens),
-                                                            x.scalar_type())
-                           : std::move(tree).all_reduce(call.group, x.scalar_type());
-    const Tensor y = sum.view_symint(shape);
-    if (!bias.has_value()) return y;
-    return comm::traced(y) ? at::add(y, *bias) : y.add_(*bias);
+    auto shape = with_features(x, weight.sym_size(0));
+    if (call.tokens.cut()) shape[0] = call.tokens.split.sizes[comm::rank(call.tokens.group)];
+    const Tensor sum =
+        call.tokens.cut()
+            ? std::move(tree).reduce_scatter(call.tokens.group, rows_of_ranks(x, call.tokens.split),
+                                             x.scalar_type())
+            : std::move(tree).all_reduce(call.tokens.group, x.scalar_type());
+    return plus_bias(sum.view_symint(shape), bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kBlockLinear, grads);
-    const auto s = SavedBlocks::get(ctx);
-    const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
-    const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
+    const SavedBlocks s(ctx);
     const Unrecorded guard(grads[0]);
     const auto segments = segments_of(s.flat);
     std::optional<comm::Pending> dy_full;
-    if (s.sequence_parallel && (wants_x || wants_w))
-      dy_full.emplace(comm::all_gather_async(grads[0], s.group, 0, s.tokens));
+    if (s.wants_x || s.wants_w) dy_full.emplace(s.tokens.gather_async(grads[0]));
     Tensor db;
-    if (wants_b) {
+    if (s.wants_b) {
       const Tensor& own = grads[0];
       const int64_t number = std::accumulate(s.blocks.begin(), s.blocks.end(), int64_t{0});
       const auto blocks =
-          s.sequence_parallel ? own_blocks(s.blocks, s.group) : comm::blocks_of({number}, 0);
-      auto tree = token_sums(own, blocks, s.sequence_parallel ? s.tokens.total() : own.sym_size(0));
-      db = std::move(tree).all_reduce(s.sequence_parallel ? s.group : "", own.scalar_type());
+          s.tokens.cut() ? own_blocks(s.blocks, s.tokens.group) : comm::blocks_of({number}, 0);
+      auto tree =
+          token_sums(own, blocks, s.tokens.cut() ? s.tokens.split.total() : own.sym_size(0));
+      db = std::move(tree).all_reduce(s.tokens.cut() ? s.tokens.group : "", own.scalar_type());
     }
     const Tensor dy = dy_full ? dy_full->wait() : grads[0];
     const Tensor rows = row_major_rows(dy);
     Tensor dx, dw;
-    if (wants_x) {
+    if (s.wants_x) {
       const int64_t width = s.weight.size(1);
       dx = by_segments(rows, {rows.size(0), width}, 1, segments,
                        [&](const Segment& segment, Tensor out) {
                          return product(rows, columns(s.weight, segment), std::move(out));
                        })
-               .view_symint(with_last(dy, width));
+               .view_symint(with_features(dy, width));
     }
-    if (wants_w) {
+    if (s.wants_w) {
       const Tensor x = row_major_rows(s.x), transposed = rows.t();
       dw = by_segments(rows, {rows.size(1), x.size(1)}, 1, segments,
                        [&](const Segment& segment, Tensor out) {
@@ -275,8 +230,9 @@ Tensor block_column_linear(const Tensor& x, const Tensor& weight, const Optional
   refuse_forward_mode(kBlockLinear, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1);
   const int64_t p = comm::size(group);
-  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks.vec(), segments.vec()};
-  if (call.sequence_parallel) call.tokens = split_local(tokens_of(x), comm::rank(group), p, sizes);
+  BlockCall call{{group}, blocks.vec(), segments.vec(), bias.has_value()};
+  if (sequence_parallel && p > 1)
+    call.tokens.split = split_local(tokens_of(x), comm::rank(group), p, sizes);
   return BlockColumnLinear::apply(x, weight, bias, call);
 }
 
@@ -286,8 +242,8 @@ Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTen
   refuse_forward_mode(kBlockLinear, x, weight, bias);
   check_linear(x, weight, bias, std::nullopt, 1, true);
   const int64_t p = comm::size(group);
-  BlockCall call{group, sequence_parallel && p > 1, Split(), blocks.vec(), segments.vec()};
-  if (call.sequence_parallel) call.tokens = comm::block_split(tokens_of(x), call.blocks);
+  BlockCall call{{group}, blocks.vec(), segments.vec(), bias.has_value()};
+  if (sequence_parallel && p > 1) call.tokens.split = comm::block_split(tokens_of(x), call.blocks);
   return BlockRowLinear::apply(x, weight, bias, call);
 }
 

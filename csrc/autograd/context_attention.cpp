@@ -13,7 +13,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "autograd/attention_tile.h"
-#include "autograd/function.h"
+#include "autograd/call.h"
 #include "check.h"
 #include "comm/rotate.h"
 #include "operators.h"
@@ -23,30 +23,13 @@ namespace {
 
 struct Options : TileOptions {
   std::string group;
-  bool ring;
+  bool ring = false;
   std::vector<int64_t> chunks;
-  int64_t per_sequence;
+  int64_t per_sequence = 0;
 
-  void save(AutogradContext* ctx) const {
-    ctx->saved_data["group"] = group;
-    ctx->saved_data["chunks"] = chunks;
-    ctx->saved_data["integers"] = std::vector<int64_t>{
-        ring, per_sequence, causal, window.value_or(-1), num_heads, first_head};
-    ctx->saved_data["numbers"] = std::vector<double>{scale, softcap.value_or(-1), dropout};
-  }
-  static Options load(AutogradContext* ctx) {
-    const auto integers = ctx->saved_data["integers"].toIntVector();
-    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
-    Options options;
-    options.group = ctx->saved_data["group"].toStringRef();
-    options.chunks = ctx->saved_data["chunks"].toIntVector();
-    options.ring = integers[0] != 0, options.per_sequence = integers[1];
-    options.causal = integers[2] != 0;
-    if (integers[3] >= 0) options.window = integers[3];
-    options.num_heads = integers[4], options.first_head = integers[5];
-    options.scale = numbers[0], options.dropout = numbers[2];
-    if (numbers[1] >= 0) options.softcap = numbers[1];
-    return options;
+  auto fields() {
+    return std::tie(group, ring, chunks, per_sequence, causal, window, num_heads, first_head, scale,
+                    softcap, dropout);
   }
 };
 
@@ -259,7 +242,7 @@ struct ContextAttention : Function<ContextAttention> {
     else
       at_once(work, options.group, kv, attend);
     const auto result = work.result();
-    options.save(ctx);
+    put_call(ctx, options);
     ctx->save_for_backward({q, kv, result.out, result.lse, seeds_or_none});
     return result.out;
   }
@@ -269,7 +252,7 @@ struct ContextAttention : Function<ContextAttention> {
     variable_list all = gradients();
     if (!grads[0].defined()) return all;
     const auto saved = ctx->get_saved_variables();
-    const auto options = Options::load(ctx);
+    const auto options = get_call<Options>(ctx);
     const Tensor &q = saved[0], &kv = saved[1];
     const auto kv_heads = kv.sym_size(2) / 2;
     const Attended result{saved[2], saved[3]};

@@ -16,8 +16,8 @@
 #include <numeric>
 
 #include "autograd/autocast.h"
+#include "autograd/call.h"
 #include "autograd/float8.h"
-#include "autograd/function.h"
 #include "check.h"
 #include "operators.h"
 
@@ -30,9 +30,9 @@ using Dim = std::optional<int64_t>;
 struct GroupedFloat8Call {
   std::vector<int64_t> counts;
   std::string group;
-  bool inputs, by_row;
-  at::ScalarType forward, gradient, weight_dtype;
-  double grad_scale;
+  bool inputs = false, by_row = false;
+  at::ScalarType forward = at::kFloat, gradient = at::kFloat, weight_dtype = at::kFloat;
+  double grad_scale = 1;
 
   int64_t experts() const { return static_cast<int64_t>(counts.size()); }
   int64_t start(int64_t e) const {
@@ -64,26 +64,8 @@ struct GroupedFloat8Call {
         for (auto& one : *list) one = shared[at++];
   }
 
-  void save(AutogradContext* ctx) const {
-    auto& data = ctx->saved_data;
-    data["counts"] = counts;
-    data["group"] = group;
-    data["kind"] =
-        std::vector<int64_t>{inputs, by_row, static_cast<int64_t>(forward),
-                             static_cast<int64_t>(gradient), static_cast<int64_t>(weight_dtype)};
-    data["grad_scale"] = grad_scale;
-  }
-  static GroupedFloat8Call load(AutogradContext* ctx) {
-    auto& data = ctx->saved_data;
-    const auto kind = data["kind"].toIntVector();
-    return {data["counts"].toIntVector(),
-            data["group"].toStringRef(),
-            kind[0] != 0,
-            kind[1] != 0,
-            static_cast<at::ScalarType>(kind[2]),
-            static_cast<at::ScalarType>(kind[3]),
-            static_cast<at::ScalarType>(kind[4]),
-            data["grad_scale"].toDouble()};
+  auto fields() {
+    return std::tie(counts, group, inputs, by_row, forward, gradient, weight_dtype, grad_scale);
   }
 };
 
@@ -95,13 +77,12 @@ struct Float8GroupedLinear : Function<Float8GroupedLinear> {
     auto of_x = call.of_rows(x, dim), of_w = call.of_weights(weight, dim);
     // Shared inputs: parts of a row of both. Shared outputs: the weight alone, if a scale is of all
     call.over_ranks({{&of_x, call.inputs}, {&of_w, call.inputs || !call.by_row}});
-    variable_list saved{weight.requires_grad() ? x : Tensor(),
-                        x.requires_grad() ? weight : Tensor()};
+    variable_list saved = operands(x, weight);
     if (!call.by_row)
       for (const auto* list : {&of_x, &of_w})
         saved.push_back(list->empty() ? Tensor() : at::cat(*list));
     ctx->save_for_backward(saved);
-    call.save(ctx);
+    put_call(ctx, call);
     std::vector<Tensor> results;
     for (int64_t e = 0; e < call.experts(); ++e)
       results.push_back(scaled_product(quantized(call.rows(x, e), of_x[e], call.forward),
@@ -112,7 +93,7 @@ struct Float8GroupedLinear : Function<Float8GroupedLinear> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     refuse_double_backward(kGroupedFloat8, grads);
-    const auto call = GroupedFloat8Call::load(ctx);
+    const auto call = get_call<GroupedFloat8Call>(ctx);
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1], &dy = grads[0];
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);

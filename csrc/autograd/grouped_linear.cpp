@@ -17,8 +17,8 @@
 #include <numeric>
 
 #include "autograd/autocast.h"
+#include "autograd/call.h"
 #include "autograd/decoding.h"
-#include "autograd/function.h"
 #include "autograd/main_grad.h"
 #include "check.h"
 #include "comm/collectives.h"
@@ -34,6 +34,8 @@ using Counts = std::vector<int64_t>;
 struct Grouping {
   Counts counts;
   std::optional<bool> grouped_gemm;
+  OptionalTensor main_grad{};
+  double grad_scale = 1;
 
   // torch's grouped GEMM takes bf16 on CUDA, rows of whole 16 bytes, at least one
   bool uses_grouped_gemm(const Tensor& a, const Tensor& b) const {
@@ -58,16 +60,7 @@ struct Grouping {
       f(static_cast<int64_t>(e), ts.narrow(0, start, counts[e])...);
   }
 
-  void save(AutogradContext* ctx) const {
-    ctx->saved_data["counts"] = counts;
-    if (grouped_gemm.has_value()) ctx->saved_data["grouped_gemm"] = *grouped_gemm;
-  }
-  static Grouping load(AutogradContext* ctx) {
-    const auto& data = ctx->saved_data;
-    const auto found = data.find("grouped_gemm");
-    return {data.find("counts")->second.toIntVector(),
-            found == data.end() ? std::nullopt : std::optional(found->second.toBool())};
-  }
+  auto fields() { return std::tie(counts, grouped_gemm, main_grad, grad_scale); }
 };
 
 Tensor rows_times(const Tensor& x, const Tensor& weight, const Grouping& grouping,
@@ -110,22 +103,18 @@ Tensor outer(const Tensor& a, const Tensor& b, const Grouping& grouping) {
   return z;
 }
 
-void save_operands(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
-  ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()});
-}
-
 // z_e = a_e^T b_e; da = b z^T and db = a z, each for the rows of e
 struct GroupedOuter : Function<GroupedOuter> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
                         const Grouping& grouping) {
-    save_operands(ctx, a, b);
-    grouping.save(ctx);
+    ctx->save_for_backward(operands(a, b));
+    put_call(ctx, grouping);
     const Unrecorded guard(a);
     return outer(a, b, grouping);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto grouping = Grouping::load(ctx);
+    const auto grouping = get_call<Grouping>(ctx);
     const auto times = [&](const Tensor& x, const Tensor& weight) {
       return grouped_linear(x, weight, grouping.counts, std::nullopt, 1, grouping.grouped_gemm);
     };
@@ -137,25 +126,19 @@ struct GroupedOuter : Function<GroupedOuter> {
 
 struct GroupedLinear : Function<GroupedLinear> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                        const Grouping& grouping, const OptionalTensor& main_grad,
-                        double grad_scale) {
-    save_operands(ctx, x, weight);
-    grouping.save(ctx);
-    // Not saved as a variable: it is written between forward and backward, in every microbatch
-    if (main_grad.has_value()) ctx->saved_data["main_grad"] = *main_grad;
-    if (grad_scale != 1) ctx->saved_data["grad_scale"] = grad_scale;
+                        const Grouping& grouping) {
+    ctx->save_for_backward(operands(x, weight));
+    put_call(ctx, grouping);
     const Unrecorded guard(x);
     return rows_times(x, weight, grouping);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto grouping = Grouping::load(ctx);
+    const auto grouping = get_call<Grouping>(ctx);
     const Tensor &x = saved[0], &weight = saved[1], &dy = grads[0];
-    auto& data = ctx->saved_data;
-    const double scale = data.count("grad_scale") > 0 ? data["grad_scale"].toDouble() : 1;
-    const bool accumulates = data.count("main_grad") > 0;
-    if (accumulates) refuse_double_backward("a linear with grad_accumulation_fusion", grads);
+    const double scale = grouping.grad_scale;
+    if (grouping.main_grad) refuse_double_backward("a linear with grad_accumulation_fusion", grads);
     const bool wants_x = ctx->needs_input_grad(0), wants_w = ctx->needs_input_grad(1);
     Tensor dx, dw;
     // A derivative of this backward is wanted: products that autograd records, nothing in place
@@ -163,14 +146,15 @@ struct GroupedLinear : Function<GroupedLinear> {
       if (wants_x)
         dx = grouped_linear(dy, weight.transpose(1, 2), grouping.counts, std::nullopt, 1,
                             grouping.grouped_gemm);
-      if (wants_w) dw = GroupedOuter::apply(dy, x, grouping);
+      if (wants_w)
+        dw = GroupedOuter::apply(dy, x, Grouping{grouping.counts, grouping.grouped_gemm});
       if (wants_w && scale != 1) dw = at::mul(dw, scale);
       return gradients({dx, dw});
     }
     const Unrecorded guard(dy);
     if (wants_x) dx = rows_times(dy, weight.transpose(1, 2), grouping);
-    if (wants_w && accumulates) {
-      const Tensor main_grad = data["main_grad"].toTensor();
+    if (wants_w && grouping.main_grad) {
+      const Tensor& main_grad = *grouping.main_grad;
       // The factor is applied to dy: main_grad holds earlier microbatches, which must not be scaled
       grouping.for_each(
           [&](int64_t e, const Tensor& own_dy, const Tensor& own_x) {
@@ -206,12 +190,12 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef cou
                     "counts: ", counts, " must be a number of rows for each of the ",
                     weight.sym_size(0), " experts of weight, and their sum the ", x.sym_size(0),
                     " rows of x");
-  const Grouping grouping{counts.vec(), grouped_gemm};
+  const Grouping grouping{counts.vec(), grouped_gemm, main_grad, grad_scale};
   if (is_inference(x, weight, std::nullopt)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return rows_times(x, weight, grouping, true);
   }
-  return GroupedLinear::apply(x, weight, grouping, main_grad, grad_scale);
+  return GroupedLinear::apply(x, weight, grouping);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

@@ -12,7 +12,7 @@
 
 #include <ATen/ops/zeros.h>
 
-#include "autograd/function.h"
+#include "autograd/call.h"
 #include "comm/collectives.h"
 #include "operators.h"
 
@@ -20,22 +20,25 @@ namespace tp_ext {
 namespace {
 
 struct ReplicatedRows {
+  std::string group;
   std::vector<int64_t> local_starts, lengths, full_starts;
-  int64_t full_size;
+  int64_t full_size = 0;
+
+  auto fields() { return std::tie(group, local_starts, lengths, full_starts, full_size); }
 };
 
-Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows);
-Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows);
+Tensor copy_replicas_to(const Tensor& x, const ReplicatedRows& rows);
+Tensor reduce_replicas_from(const Tensor& x, const ReplicatedRows& rows);
 
 // [Note: copied KV heads need no subgroup]
-Tensor sum_replicas(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
+Tensor sum_replicas(const Tensor& x, const ReplicatedRows& rows) {
   auto shape = x.sym_sizes().vec();
   shape[0] = rows.full_size;
   Tensor full = at::zeros_symint(shape, x.options());
   for (size_t i = 0; i < rows.lengths.size(); ++i)
     full.narrow(0, rows.full_starts[i], rows.lengths[i])
         .copy_(x.narrow(0, rows.local_starts[i], rows.lengths[i]));
-  full = comm::all_reduce_fresh(full, group);
+  full = comm::all_reduce_fresh(full, rows.group);
   Tensor result = x.clone(at::MemoryFormat::Contiguous);
   for (size_t i = 0; i < rows.lengths.size(); ++i)
     result.narrow(0, rows.local_starts[i], rows.lengths[i])
@@ -43,63 +46,44 @@ Tensor sum_replicas(const Tensor& x, const std::string& group, const ReplicatedR
   return result;
 }
 
-void remember(AutogradContext* ctx, const std::string& group, const ReplicatedRows& rows) {
-  ctx->saved_data["group"] = group;
-  ctx->saved_data["local_starts"] = rows.local_starts;
-  ctx->saved_data["lengths"] = rows.lengths;
-  ctx->saved_data["full_starts"] = rows.full_starts;
-  ctx->saved_data["full_size"] = rows.full_size;
-}
-
-ReplicatedRows rows_of(AutogradContext* ctx) {
-  auto& data = ctx->saved_data;
-  return {data["local_starts"].toIntVector(), data["lengths"].toIntVector(),
-          data["full_starts"].toIntVector(), data["full_size"].toInt()};
-}
-
 struct CopyReplicas : Function<CopyReplicas> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        const ReplicatedRows& rows) {
-    remember(ctx, group, rows);
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const ReplicatedRows& rows) {
+    put_call(ctx, rows);
     return x;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients(
-        {reduce_replicas_from(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx))});
+    return gradients({reduce_replicas_from(grads[0], get_call<ReplicatedRows>(ctx))});
   }
 };
 
 struct ReduceReplicas : Function<ReduceReplicas> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        const ReplicatedRows& rows) {
-    remember(ctx, group, rows);
-    return sum_replicas(x, group, rows);
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const ReplicatedRows& rows) {
+    put_call(ctx, rows);
+    return sum_replicas(x, rows);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients(
-        {copy_replicas_to(grads[0], ctx->saved_data["group"].toStringRef(), rows_of(ctx))});
+    return gradients({copy_replicas_to(grads[0], get_call<ReplicatedRows>(ctx))});
   }
 };
 
 template <typename Operator>
-Tensor on_dual_replicas(const Operator& op, const Tensor& x, const std::string& group,
-                        const ReplicatedRows& rows) {
-  return on_dual(op, x, group, at::IntArrayRef(rows.local_starts), at::IntArrayRef(rows.lengths),
-                 at::IntArrayRef(rows.full_starts), rows.full_size);
+Tensor on_dual_replicas(const Operator& op, const Tensor& x, const ReplicatedRows& rows) {
+  return on_dual(op, x, rows.group, at::IntArrayRef(rows.local_starts),
+                 at::IntArrayRef(rows.lengths), at::IntArrayRef(rows.full_starts), rows.full_size);
 }
 
-Tensor copy_replicas_to(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
-  if (has_tangent(x)) return on_dual_replicas(TP_OP(copy_replicas_to_region), x, group, rows);
-  return needs_graph(x) ? CopyReplicas::apply(x, group, rows) : x;
+Tensor copy_replicas_to(const Tensor& x, const ReplicatedRows& rows) {
+  if (has_tangent(x)) return on_dual_replicas(TP_OP(copy_replicas_to_region), x, rows);
+  return needs_graph(x) ? CopyReplicas::apply(x, rows) : x;
 }
 
-Tensor reduce_replicas_from(const Tensor& x, const std::string& group, const ReplicatedRows& rows) {
-  if (has_tangent(x)) return on_dual_replicas(TP_OP(reduce_replicas_from_region), x, group, rows);
-  return needs_graph(x) ? ReduceReplicas::apply(x, group, rows) : sum_replicas(x, group, rows);
+Tensor reduce_replicas_from(const Tensor& x, const ReplicatedRows& rows) {
+  if (has_tangent(x)) return on_dual_replicas(TP_OP(reduce_replicas_from_region), x, rows);
+  return needs_graph(x) ? ReduceReplicas::apply(x, rows) : sum_replicas(x, rows);
 }
 
-ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArrayRef lengths,
-                       at::IntArrayRef full_starts, int64_t full_size) {
+ReplicatedRows checked(const Tensor& x, const std::string& group, at::IntArrayRef local_starts,
+                       at::IntArrayRef lengths, at::IntArrayRef full_starts, int64_t full_size) {
   TORCH_CHECK_VALUE(
       x.dim() > 0 && local_starts.size() == lengths.size() && full_starts.size() == lengths.size(),
       "lengths: ", lengths, " must have one entry for each of local_starts ", local_starts,
@@ -109,7 +93,7 @@ ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArr
                           0 <= full_starts[i] && full_starts[i] + lengths[i] <= full_size,
                       "lengths: entry ", i, " of ", lengths[i], " rows must lie inside the ",
                       x.sym_size(0), " local and the ", full_size, " full rows");
-  return {local_starts.vec(), lengths.vec(), full_starts.vec(), full_size};
+  return {group, local_starts.vec(), lengths.vec(), full_starts.vec(), full_size};
 }
 
 }  // namespace
@@ -117,15 +101,15 @@ ReplicatedRows checked(const Tensor& x, at::IntArrayRef local_starts, at::IntArr
 Tensor copy_replicas_to_region(const Tensor& x, const std::string& group,
                                at::IntArrayRef local_starts, at::IntArrayRef lengths,
                                at::IntArrayRef full_starts, int64_t full_size) {
-  const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
-  return comm::size(group) == 1 ? x : copy_replicas_to(x, group, rows);
+  const auto rows = checked(x, group, local_starts, lengths, full_starts, full_size);
+  return comm::size(group) == 1 ? x : copy_replicas_to(x, rows);
 }
 
 Tensor reduce_replicas_from_region(const Tensor& x, const std::string& group,
                                    at::IntArrayRef local_starts, at::IntArrayRef lengths,
                                    at::IntArrayRef full_starts, int64_t full_size) {
-  const auto rows = checked(x, local_starts, lengths, full_starts, full_size);
-  return comm::size(group) == 1 ? x : reduce_replicas_from(x, group, rows);
+  const auto rows = checked(x, group, local_starts, lengths, full_starts, full_size);
+  return comm::size(group) == 1 ? x : reduce_replicas_from(x, rows);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

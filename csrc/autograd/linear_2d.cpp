@@ -26,81 +26,29 @@
 #include <ATen/ops/matmul.h>
 
 #include "autograd/autocast.h"
-#include "autograd/function.h"
+#include "autograd/exchange.h"
 #include "autograd/linear_checks.h"
 #include "autograd/linear_overlap.h"
 #include "autograd/split_backward.h"
 #include "autograd/weight_gather.h"
-#include "comm/collectives.h"
-#include "operators.h"
 #include "products.h"
 
 namespace tp_ext {
 namespace {
 
-// How one call is sharded
+// How one call is sharded: the bias over the group of the weight
 struct Sharded {
-  std::string group;
-  bool row;
+  Exchange activations;
+  Exchange bias;
   WeightShards weight;
-  std::string activations;
-  Split split;  // lengths of the sharded dim of the activations over `group`
-  Split bias;   // lengths of the bias over weight_group
+  bool row = false, has_bias = false;
 
-  bool whole() const { return activations == "replicated"; }  // not sharded: every rank has all
-  int64_t dim() const { return activations == "tokens" ? 0 : -1; }
-
-  void put(AutogradContext* ctx) const {
-    auto& data = ctx->saved_data;
-    data["group"] = group, data["weight_group"] = weight.group, data["row"] = row;
-    data["activations"] = activations;
-    data["split"] = c10::SymIntArrayRef(split.sizes);
-    data["weight_split"] = c10::SymIntArrayRef(weight.split.sizes);
-    data["bias"] = c10::SymIntArrayRef(bias.sizes);
-  }
-  static Sharded get(AutogradContext* ctx) {
-    const auto& data = ctx->saved_data;
-    const bool row = data.at("row").toBool();
-    return {data.at("group").toStringRef(),
-            row,
-            WeightShards{data.at("weight_group").toStringRef(), row ? 0 : 1,
-                         Split{data.at("weight_split").toSymIntVector()}},
-            data.at("activations").toStringRef(),
-            Split{data.at("split").toSymIntVector()},
-            Split{data.at("bias").toSymIntVector()}};
+  auto fields() {
+    return std::tuple_cat(activations.fields(), bias.fields(),
+                          std::tie(weight.group, weight.split, weight.dim, row, has_bias));
   }
 };
 
-int64_t dim_of(const Tensor& x, const Sharded& s) { return s.dim() < 0 ? x.dim() - 1 : 0; }
-
-// Collectives: of the activations over `group`, in flight
-comm::Pending gather(const Tensor& x, const Sharded& s) {
-  if (s.whole()) return comm::Pending(x, nullptr);
-  return comm::all_gather_async(x, s.group, dim_of(x, s), s.split);
-}
-comm::Pending gather_bias(const OptionalTensor& bias, const Sharded& s) {
-  if (!bias.has_value() || s.bias.sizes.size() == 1)
-    return comm::Pending(bias.value_or(Tensor()), nullptr);
-  return comm::all_gather_async(*bias, s.weight.group, 0, s.bias);
-}
-comm::Pending scatter_bias(const Tensor& db, const Sharded& s) {
-  if (s.bias.sizes.size() == 1) return comm::Pending(db, nullptr);
-  return comm::reduce_scatter_async(db, s.weight.group, 0, s.bias);
-}
-comm::Pending sum(const Tensor& fresh, const Sharded& s) {
-  if (s.whole()) return comm::all_reduce_async(fresh, s.group);
-  return comm::reduce_scatter_async(fresh, s.group, dim_of(fresh, s), s.split);
-}
-
-// The same as regions, for derivatives of derivatives
-Tensor gather_region(const Tensor& x, const Sharded& s) {
-  if (s.whole()) return TP_OP(copy_to_region).call(x, s.group);
-  return TP_OP(all_gather_region).call(x, s.group, s.dim(), c10::SymIntArrayRef(s.split.sizes));
-}
-Tensor sum_region(const Tensor& x, const Sharded& s) {
-  if (s.whole()) return TP_OP(reduce_from_region).call(x, s.group);
-  return TP_OP(reduce_scatter_region).call(x, s.group, s.dim(), c10::SymIntArrayRef(s.split.sizes));
-}
 Tensor weight_region(const Tensor& weight, const Sharded& s) {
   return TP_OP(all_gather_region)
       .call(weight, s.weight.group, s.weight.dim, c10::SymIntArrayRef(s.weight.split.sizes));
@@ -110,61 +58,49 @@ Tensor weight_grad_region(const Tensor& dw, const Sharded& s) {
       .call(dw, s.weight.group, s.weight.dim, c10::SymIntArrayRef(s.weight.split.sizes));
 }
 
-Tensor bias_region(const Tensor& bias, const Sharded& s) {
-  return TP_OP(all_gather_region).call(bias, s.weight.group, 0, c10::SymIntArrayRef(s.bias.sizes));
-}
-Tensor bias_grad_region(const Tensor& db, const Sharded& s) {
-  return TP_OP(reduce_scatter_region)
-      .call(db, s.weight.group, 0, c10::SymIntArrayRef(s.bias.sizes));
-}
-
 struct Linear2d : Function<Linear2d> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, const Sharded& s, bool reshard_after_forward) {
-    s.put(ctx);
-    ctx->saved_data["has_bias"] = bias.has_value();
+    put_call(ctx, s);
     const Unrecorded guard(x);
-    auto bias_full = gather_bias(bias, s);
-    auto x_pending = s.row ? comm::Pending(x, nullptr) : gather(x, s);
+    auto bias_full = s.bias.gather_async(bias.value_or(Tensor()));
+    auto x_pending = s.row ? comm::Pending(x, nullptr) : s.activations.gather_async(x);
     const auto order = GatherOrder::running(weight);
     if (order) ctx->saved_data["order"] = c10::IValue::make_capsule(order);
     const Tensor w = gathered_weight(weight, s.weight, order);
     const Tensor x_full = x_pending.wait();
-    variable_list saved{weight.requires_grad() ? x : Tensor(),
-                        x.requires_grad() ? weight : Tensor()};
+    variable_list saved = operands(x, weight);
     if (!reshard_after_forward) {
       saved.push_back(weight.requires_grad() ? x_full : Tensor());
       saved.push_back(x.requires_grad() ? w : Tensor());
     }
     ctx->save_for_backward(std::move(saved));
     const Tensor b = s.row ? Tensor() : bias_full.wait();
-    Tensor y = products::linear(x_full, w, optional(b));
+    const Tensor y = products::linear(x_full, w, optional(b));
     if (!s.row) return y;
-    y = sum(y, s).wait();
-    if (!bias.has_value()) return y;
-    const Tensor added = bias_full.wait();
-    return comm::traced(y) ? at::add(y, added) : y.add_(added);
+    return plus_bias(s.activations.sum(y), optional(bias_full.wait()));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Backward b(ctx, grads[0]);
     const Sharded& s = b.s;
-    const bool wants_b = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
+    const bool wants_b = s.has_bias && ctx->needs_input_grad(2);
     variable_list result = gradients();
     if (at::GradMode::is_enabled() || has_tangent(b.dy)) {
-      const Tensor dy = s.row ? gather_region(b.dy, s) : b.dy;
-      if (wants_b) result[2] = bias_grad_region(as_rows(b.dy).sum(0), s);
+      const Tensor dy = s.row ? s.activations.gather_region(b.dy) : b.dy;
+      if (wants_b) result[2] = s.bias.sum_region(as_rows(b.dy).sum(0));
       if (b.wants_x) {
         result[0] = at::matmul(dy, weight_region(b.weight, s));
-        if (!s.row) result[0] = sum_region(result[0], s);
+        if (!s.row) result[0] = s.activations.sum_region(result[0]);
       }
       if (b.wants_w)
-        result[1] = weight_grad_region(weight_grad(dy, s.row ? b.x : gather_region(b.x, s)), s);
+        result[1] =
+            weight_grad_region(weight_grad(dy, s.row ? b.x : s.activations.gather_region(b.x)), s);
       return result;
     }
     const Unrecorded guard(b.dy);
     std::optional<comm::Pending> db;
-    if (wants_b) db.emplace(scatter_bias(as_rows(b.dy).sum(0), s));
+    if (wants_b) db.emplace(s.bias.sum_async(as_rows(b.dy).sum(0)));
     s.row ? row_gradients(b, result) : column_gradients(b, result);
     if (wants_b) result[2] = db->wait();
     return result;
@@ -173,7 +109,7 @@ struct Linear2d : Function<Linear2d> {
   struct Backward {
     Backward(AutogradContext* ctx, const Tensor& dy)
         : ctx(ctx),
-          s(Sharded::get(ctx)),
+          s(get_call<Sharded>(ctx)),
           wants_x(ctx->needs_input_grad(0)),
           wants_w(ctx->needs_input_grad(1)),
           dy(dy) {
@@ -203,18 +139,19 @@ struct Linear2d : Function<Linear2d> {
   static void column_gradients(const Backward& b, variable_list& result) {
     std::optional<comm::Pending> x_full, dx;
     if (b.wants_w)
-      x_full.emplace(b.kept_x.defined() ? comm::Pending(b.kept_x, nullptr) : gather(b.x, b.s));
-    if (b.wants_x) dx.emplace(sum(input_grad(b.dy, b.weight_for_dx()), b.s));
+      x_full.emplace(b.kept_x.defined() ? comm::Pending(b.kept_x, nullptr)
+                                        : b.s.activations.gather_async(b.x));
+    if (b.wants_x) dx.emplace(b.s.activations.sum_async(input_grad(b.dy, b.weight_for_dx())));
     if (b.wants_w) result[1] = scattered(weight_grad(b.dy, x_full->wait()), b.s).wait();
     if (b.wants_x) result[0] = dx->wait();
   }
 
   static void row_gradients(const Backward& b, variable_list& result) {
-    const bool keeps_dy = !b.s.whole() && b.wants_x && asked_later(b.ctx, 1);
-    const auto kept =
-        !b.s.whole() && b.wants_w && !b.wants_x ? take_results(b.ctx, b.dy) : variable_list();
+    const bool keeps_dy = b.s.activations.cut() && b.wants_x && asked_later(b.ctx, 1);
+    const auto kept = b.s.activations.cut() && b.wants_w && !b.wants_x ? take_results(b.ctx, b.dy)
+                                                                       : variable_list();
     std::optional<comm::Pending> dy_full, dw;
-    if (kept.empty()) dy_full.emplace(gather(b.dy, b.s));
+    if (kept.empty()) dy_full.emplace(b.s.activations.gather_async(b.dy));
     const Tensor w = b.wants_x ? b.weight_for_dx() : Tensor();
     const Tensor dy = kept.empty() ? dy_full->wait() : kept[0];
     if (keeps_dy) keep_results(b.ctx, b.dy, {dy});
@@ -256,41 +193,41 @@ Tensor linear_2d(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
                  bool reshard_after_forward) {
   check_linear_2d(x, weight, bias, activations);
   const int64_t p = comm::size(group), rank = comm::rank(group);
+  const bool tokens = p > 1 && activations == "tokens", hidden = p > 1 && activations == "hidden";
   Sharded s{
-      group,
-      row,
+      {group, Split(), tokens ? 0 : -1},
+      {weight_group},
       WeightShards{weight_group, row ? 0 : 1, tensor_split(weight_size, comm::size(weight_group))},
-      p == 1 ? "replicated" : activations,
-      Split(),
-      Split()};
+      row,
+      bias.has_value()};
   const auto share = s.weight.split.sizes[comm::rank(weight_group)];
   TORCH_CHECK_VALUE(weight.sym_size(s.weight.dim) == share, "weight: shape ", weight.sym_sizes(),
                     " must have ", share, " elements in dim ", s.weight.dim,
                     ", this rank's share of ", weight_size);
-  if (s.activations == "hidden") s.split = tensor_split(weight_size, p);
-  if (s.activations == "tokens")
-    s.split = row ? split_full(tokens_of(x), p, sizes) : split_local(tokens_of(x), rank, p, sizes);
+  Split& split = s.activations.split;
+  if (hidden) split = tensor_split(weight_size, p);
+  if (tokens)
+    split = row ? split_full(tokens_of(x), p, sizes) : split_local(tokens_of(x), rank, p, sizes);
   if (row)
     check_last("x", x.sym_size(-1), weight.sym_size(1), "the input features on this rank");
-  else if (s.activations == "hidden")
-    check_last("x", x.sym_size(-1), s.split.sizes[rank], "this rank's share of the features");
+  else if (hidden)
+    check_last("x", x.sym_size(-1), split.sizes[rank], "this rank's share of the features");
   else
     check_last("x", x.sym_size(-1), weight_size, "the input features");
   if (bias.has_value()) {
-    const auto added = !row                        ? weight.sym_size(0)
-                       : s.activations == "hidden" ? s.split.sizes[rank]
-                                                   : weight_size;
-    s.bias = tensor_split(added, comm::size(weight_group));
+    const auto added = !row ? weight.sym_size(0) : hidden ? split.sizes[rank] : weight_size;
+    const auto shares = tensor_split(added, comm::size(weight_group));
     TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->sym_size(0) == s.bias.sizes[comm::rank(weight_group)],
+        bias->dim() == 1 && bias->sym_size(0) == shares.sizes[comm::rank(weight_group)],
         "bias: shape ", bias->sym_sizes(), " must be this rank's share of ", added,
         " output features");
+    if (shares.sizes.size() > 1) s.bias.split = shares;
   }
   if (any_tangent(x, weight, bias)) {
     const Tensor w = weight_region(weight, s);
-    const auto b = bias.has_value() ? OptionalTensor(bias_region(*bias, s)) : std::nullopt;
-    if (!row) return at::linear(gather_region(x, s), w, b);
-    const Tensor y = sum_region(at::linear(x, w), s);
+    const auto b = bias.has_value() ? OptionalTensor(s.bias.gather_region(*bias)) : std::nullopt;
+    if (!row) return at::linear(s.activations.gather_region(x), w, b);
+    const Tensor y = s.activations.sum_region(at::linear(x, w));
     return b.has_value() ? at::add(y, *b) : y;
   }
   return Linear2d::apply(x, weight, bias, s, reshard_after_forward);

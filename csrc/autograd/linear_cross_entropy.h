@@ -29,22 +29,8 @@ struct LinearLoss : VocabLoss {
 
   bool sequence_parallel() const { return !rows_of_ranks.sizes.empty(); }
 
-  void put(AutogradContext* ctx) const {
-    VocabLoss::put(ctx);
-    auto& data = ctx->saved_data;
-    data["entropy"] = entropy;
-    data["rows_of_ranks"] = c10::SymIntArrayRef(rows_of_ranks.sizes);
-    data["chunks"] = chunks;
-    if (main_grad.has_value()) data["main_grad"] = *main_grad;
-  }
-  static LinearLoss get(AutogradContext* ctx) {
-    auto& data = ctx->saved_data;
-    LinearLoss call{VocabLoss::get(ctx)};
-    call.entropy = data["entropy"].toBool();
-    call.rows_of_ranks.sizes = data["rows_of_ranks"].toSymIntVector();
-    call.chunks = data["chunks"].toInt();
-    if (data.count("main_grad") > 0) call.main_grad = data["main_grad"].toTensor();
-    return call;
+  auto fields() {
+    return std::tuple_cat(VocabLoss::fields(), std::tie(entropy, rows_of_ranks, chunks, main_grad));
   }
 };
 

@@ -83,7 +83,7 @@ struct RowLosses : Function<RowLosses> {
     const auto results = row_results(x, weight, bias, target, call);
     ctx->save_for_backward(
         {x, weight, bias.value_or(Tensor()), target, results.lse, results.entropies});
-    call.put(ctx);
+    put_call(ctx, call);
     if (!call.entropy) return {results.losses};
     return {results.losses, results.entropies};
   }
@@ -93,7 +93,7 @@ struct RowLosses : Function<RowLosses> {
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1], &target = saved[3], &lse = saved[4];
     const OptionalTensor bias = optional(saved[2]);
-    const auto call = LinearLoss::get(ctx);
+    const auto call = get_call<LinearLoss>(ctx);
     const bool traced = comm::traced(x);
     const bool wants_w = ctx->needs_input_grad(1);
     const Unrecorded guard(traced);

@@ -16,45 +16,30 @@
 // rank computes the same gradient: take this rank's slice of it) or sharded work (gradients are
 // partials: sum them).
 
-#include "autograd/function.h"
+#include "autograd/exchange.h"
 #include "check.h"
-#include "comm/collectives.h"
-#include "operators.h"
 
 namespace tp_ext {
 
 namespace {
 
-// Arguments of a region that backward needs again
-void remember(AutogradContext* ctx, const std::string& group) { ctx->saved_data["group"] = group; }
-void remember(AutogradContext* ctx, const std::string& group, int64_t dim, const Split& split) {
-  remember(ctx, group);
-  ctx->saved_data["dim"] = dim;
-  ctx->saved_data["sizes"] = c10::SymIntArrayRef(split.sizes);
-}
-std::string group_of(AutogradContext* ctx) { return ctx->saved_data["group"].toStringRef(); }
-int64_t dim_of(AutogradContext* ctx) { return ctx->saved_data["dim"].toInt(); }
-std::vector<SymInt> sizes_of(AutogradContext* ctx, const char* name = "sizes") {
-  return ctx->saved_data[name].toSymIntVector();
-}
-
 struct CopyTo : Function<CopyTo> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group) {
-    remember(ctx, group);
+    ctx->saved_data["group"] = group;
     return x;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients({reduce_from_region(grads[0], group_of(ctx))});
+    return gradients({reduce_from_region(grads[0], ctx->saved_data["group"].toStringRef())});
   }
 };
 
 struct ReduceFrom : Function<ReduceFrom> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group) {
-    remember(ctx, group);
+    ctx->saved_data["group"] = group;
     return comm::all_reduce(x, group);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients({copy_to_region(grads[0], group_of(ctx))});
+    return gradients({copy_to_region(grads[0], ctx->saved_data["group"].toStringRef())});
   }
 };
 
@@ -66,64 +51,50 @@ Tensor slice(const Tensor& x, const std::string& group, int64_t dim, const Split
       .clone(at::MemoryFormat::Contiguous);
 }
 
-struct ScatterTo : Function<ScatterTo> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        int64_t dim, const Split& split) {
-    remember(ctx, group, dim, split);
-    return slice(x, group, dim, split);
+// A region of a tensor that is cut along a dim, by a function of comm/
+template <auto forward_of, auto conjugate>
+struct CutRegion : Function<CutRegion<forward_of, conjugate>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Exchange& of) {
+    put_call(ctx, of);
+    return forward_of(x, of.group, of.dim, of.split);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients({gather_from_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
+    const auto [group, split, dim] = get_call<Exchange>(ctx);
+    return gradients({conjugate(grads[0], group, dim, split.sizes)});
   }
 };
 
-struct GatherFrom : Function<GatherFrom> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        int64_t dim, const Split& split) {
-    remember(ctx, group, dim, split);
-    return comm::all_gather(x, group, dim, split);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients({scatter_to_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
-  }
-};
+// `whole`: x is, and the result is cut
+template <auto forward_of, auto conjugate, typename Find>
+Tensor cut_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes, bool whole,
+                  const Find& find_operator) {
+  dim = check_dim(dim, x.dim(), "dim");
+  const auto n = x.sym_size(dim);
+  const int64_t p = comm::size(group);
+  const auto split = whole ? split_full(n, p, sizes) : split_local(n, comm::rank(group), p, sizes);
+  if (p == 1) return x;
+  if (has_tangent(x)) return on_dual(find_operator(), x, group, dim, sizes);
+  return needs_graph(x) ? CutRegion<forward_of, conjugate>::apply(x, Exchange{group, split, dim})
+                        : forward_of(x, group, dim, split);
+}
 
-struct AllGather : Function<AllGather> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        int64_t dim, const Split& split) {
-    remember(ctx, group, dim, split);
-    return comm::all_gather(x, group, dim, split);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients({reduce_scatter_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
-  }
-};
+struct AllToAllDims {
+  std::string group;
+  int64_t split_dim = 0, concat_dim = 0;
+  Split split, concat;
 
-struct ReduceScatter : Function<ReduceScatter> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        int64_t dim, const Split& split) {
-    remember(ctx, group, dim, split);
-    return comm::reduce_scatter(x, group, dim, split);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return gradients({all_gather_region(grads[0], group_of(ctx), dim_of(ctx), sizes_of(ctx))});
-  }
+  auto fields() { return std::tie(group, split_dim, concat_dim, split, concat); }
 };
 
 struct AllToAll : Function<AllToAll> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::string& group,
-                        int64_t split_dim, int64_t concat_dim, const Split& split,
-                        const Split& concat) {
-    remember(ctx, group, split_dim, split);
-    ctx->saved_data["concat_dim"] = concat_dim;
-    ctx->saved_data["concat_sizes"] = c10::SymIntArrayRef(concat.sizes);
-    return comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const AllToAllDims& c) {
+    put_call(ctx, c);
+    return comm::all_to_all(x, c.group, c.split_dim, c.concat_dim, c.split, c.concat);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto split = sizes_of(ctx), concat = sizes_of(ctx, "concat_sizes");
-    return gradients(
-        {all_to_all_region(grads[0], group_of(ctx), ctx->saved_data["concat_dim"].toInt(),
-                           dim_of(ctx), concat, split)});
+    const auto c = get_call<AllToAllDims>(ctx);
+    return gradients({all_to_all_region(grads[0], c.group, c.concat_dim, c.split_dim,
+                                        c.concat.sizes, c.split.sizes)});
   }
 };
 
@@ -142,38 +113,20 @@ Tensor reduce_from_region(const Tensor& x, const std::string& group) {
 }
 
 Tensor scatter_to_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
-  dim = check_dim(dim, x.dim(), "dim");
-  const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
-  if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual(TP_OP(scatter_to_region), x, group, dim, sizes);
-  return needs_graph(x) ? ScatterTo::apply(x, group, dim, split) : slice(x, group, dim, split);
+  return cut_region<slice, gather_from_region>(x, group, dim, sizes, true,
+                                               [] { return TP_OP(scatter_to_region); });
 }
-
 Tensor gather_from_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
-  dim = check_dim(dim, x.dim(), "dim");
-  const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
-  if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual(TP_OP(gather_from_region), x, group, dim, sizes);
-  return needs_graph(x) ? GatherFrom::apply(x, group, dim, split)
-                        : comm::all_gather(x, group, dim, split);
+  return cut_region<comm::all_gather, scatter_to_region>(x, group, dim, sizes, false,
+                                                         [] { return TP_OP(gather_from_region); });
 }
-
 Tensor all_gather_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
-  dim = check_dim(dim, x.dim(), "dim");
-  const auto split = split_local(x.sym_size(dim), comm::rank(group), comm::size(group), sizes);
-  if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual(TP_OP(all_gather_region), x, group, dim, sizes);
-  return needs_graph(x) ? AllGather::apply(x, group, dim, split)
-                        : comm::all_gather(x, group, dim, split);
+  return cut_region<comm::all_gather, reduce_scatter_region>(
+      x, group, dim, sizes, false, [] { return TP_OP(all_gather_region); });
 }
-
 Tensor reduce_scatter_region(const Tensor& x, const std::string& group, int64_t dim, Sizes sizes) {
-  dim = check_dim(dim, x.dim(), "dim");
-  const auto split = split_full(x.sym_size(dim), comm::size(group), sizes);
-  if (split.sizes.size() == 1) return x;
-  if (has_tangent(x)) return on_dual(TP_OP(reduce_scatter_region), x, group, dim, sizes);
-  return needs_graph(x) ? ReduceScatter::apply(x, group, dim, split)
-                        : comm::reduce_scatter(x, group, dim, split);
+  return cut_region<comm::reduce_scatter, all_gather_region>(
+      x, group, dim, sizes, true, [] { return TP_OP(reduce_scatter_region); });
 }
 
 Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t split_dim,
@@ -189,8 +142,9 @@ Tensor all_to_all_region(const Tensor& x, const std::string& group, int64_t spli
   if (has_tangent(x))
     return on_dual(TP_OP(all_to_all_region), x, group, split_dim, concat_dim, split_sizes,
                    concat_sizes);
-  return needs_graph(x) ? AllToAll::apply(x, group, split_dim, concat_dim, split, concat)
-                        : comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
+  return needs_graph(x)
+             ? AllToAll::apply(x, AllToAllDims{group, split_dim, concat_dim, split, concat})
+             : comm::all_to_all(x, group, split_dim, concat_dim, split, concat);
 }
 
 TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {

@@ -22,7 +22,11 @@ namespace {
 struct Arguments : VocabLoss {
   std::string reduction;
   bool inplace_backward;
-  at::ScalarType loss_dtype;
+  at::ScalarType loss_dtype = at::kFloat;
+
+  auto fields() {
+    return std::tuple_cat(VocabLoss::fields(), std::tie(reduction, inplace_backward));
+  }
 };
 
 // The loss, and the lse for backward
@@ -45,9 +49,7 @@ struct CrossEntropy : Function<CrossEntropy> {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [loss, lse] = loss_and_lse(logits, target, a);
     ctx->save_for_backward({logits, target, lse});
-    a.put(ctx);
-    ctx->saved_data["reduction"] = a.reduction;
-    ctx->saved_data["inplace_backward"] = a.inplace_backward;
+    put_call(ctx, a);
     return loss;
   }
 
@@ -60,16 +62,14 @@ struct CrossEntropy : Function<CrossEntropy> {
                 "logits; use inplace_backward=False to go through it twice");
     const auto saved = ctx->get_saved_variables();
     const Tensor &logits = saved[0], &target = saved[1], &lse = saved[2];
-    const auto loss = VocabLoss::get(ctx);
-    const auto reduction = data["reduction"].toStringRef();
+    const auto loss = get_call<Arguments>(ctx);
 
     Tensor grad = cast(grads[0], lse.scalar_type());
-    if (reduction == "mean") grad = grad.div(loss.counted_rows(target));
-    grad = reduction == "none" ? grad.reshape_symint({target.sym_numel()})
-                               : grad.expand_symint({target.sym_numel()});
+    if (loss.reduction == "mean") grad = grad.div(loss.counted_rows(target));
+    grad = loss.reduction == "none" ? grad.reshape_symint({target.sym_numel()})
+                                    : grad.expand_symint({target.sym_numel()});
 
-    if (!data["inplace_backward"].toBool())
-      return gradients({loss.backward(grad, logits, target, lse)});
+    if (!loss.inplace_backward) return gradients({loss.backward(grad, logits, target, lse)});
     const Tensor dlogits = logits.detach();  // the same memory
     loss.backward_(grad, dlogits, target, lse);
     // Anyone else who saved the logits for backward gets torch's error instead of a wrong gradient

@@ -10,7 +10,7 @@
 #include <string>
 #include <tuple>
 
-#include "autograd/function.h"
+#include "autograd/call.h"
 #include "check.h"
 #include "comm/collectives.h"
 #include "comm/tree_sum.h"
@@ -21,9 +21,9 @@ namespace tp_ext {
 struct VocabLoss {
   std::string group;
   c10::SymInt vocab_start, vocab_local, vocab_size;
-  bool vocab_size_given;
-  int64_t ignore_index;
-  double label_smoothing, z_loss;
+  bool vocab_size_given = true;
+  int64_t ignore_index = -100;
+  double label_smoothing = 0, z_loss = 0;
   // The ranks' numbers of blocks of tp_invariant, each with statistics of its own; empty: one part
   // per rank
   comm::BlocksOfRanks blocks = {};
@@ -36,26 +36,9 @@ struct VocabLoss {
     TORCH_CHECK_VALUE(z_loss >= 0, "z_loss: ", z_loss, " must be at least 0");
   }
 
-  void put(AutogradContext* ctx) const {
-    auto& data = ctx->saved_data;
-    data["group"] = group;
-    data["vocab_start"] = vocab_start;
-    data["vocab_local"] = vocab_local;
-    data["vocab_size"] = vocab_size;
-    data["ignore_index"] = ignore_index;
-    data["label_smoothing"] = label_smoothing;
-    data["z_loss"] = z_loss;
-  }
-  static VocabLoss get(AutogradContext* ctx) {
-    auto& data = ctx->saved_data;
-    return {data["group"].toStringRef(),
-            data["vocab_start"].toSymInt(),
-            data["vocab_local"].toSymInt(),
-            data["vocab_size"].toSymInt(),
-            true,
-            data["ignore_index"].toInt(),
-            data["label_smoothing"].toDouble(),
-            data["z_loss"].toDouble()};
+  auto fields() {
+    return std::tie(group, vocab_start, vocab_local, vocab_size, ignore_index, label_smoothing,
+                    z_loss);
   }
 
   // Four numbers of each row over the local columns. With several ranks an extra row holds each

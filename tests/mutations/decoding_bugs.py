@@ -24,8 +24,8 @@ DECODING_BUGS = [
     _bug(
         "skinny_linear_adds_the_bias_of_each_rank",
         "autograd/linear.cpp",
-        "comm::all_reduce_fresh(skinny_linear_cpu(x, weight, std::nullopt), group);",
-        "comm::all_reduce_fresh(skinny_linear_cpu(x, weight, bias), group);",
+        "comm::all_reduce_fresh(skinny_linear_cpu(x, weight, std::nullopt), group),",
+        "comm::all_reduce_fresh(skinny_linear_cpu(x, weight, bias), group),",
         "In decoding a row linear adds its bias once on each rank, and once more.",
         "kernels/test_skinny_linear.py::test_layers",
     ),
