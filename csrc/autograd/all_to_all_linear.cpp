@@ -92,9 +92,6 @@ std::tuple<Tensor, Tensor> all_to_all_linear(const Tensor& rows, const std::stri
   return {both[0], both[1]};
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<all_to_all_linear>(m, "all_to_all_linear");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<all_to_all_linear, 4, 5>(m, "all_to_all_linear");
 }

@@ -57,17 +57,20 @@ void impl_autocast(torch::Library& m, const char* name) {
   m.impl(name, torch::dispatch(kAutocastKey<device>, &Composite<kernel>::call));
 }
 
-// As for torch's linear: the arguments `cast` of the operator in the low precision
+// Registers a public operator, and it under autocast as torch's linear: the arguments `cast` in the
+// low precision
 template <auto op, size_t... cast>
 void autocast_to_low_precision(torch::Library& m, const char* name) {
+  impl_composite<op>(m, name);
   constexpr auto to = AutocastTo::kLowPrecision;
   impl_autocast<c10::kCPU, Autocast<op, c10::kCPU, to, cast...>::call>(m, name);
   impl_autocast<c10::kCUDA, Autocast<op, c10::kCUDA, to, cast...>::call>(m, name);
 }
 
-// As for torch's norms: in fp32 on CUDA; the CPU keeps the dtypes
+// The same as torch's norms: in fp32 on CUDA; the CPU keeps the dtypes
 template <auto op, size_t... cast>
 void autocast_to_fp32_on_cuda(torch::Library& m, const char* name) {
+  impl_composite<op>(m, name);
   impl_autocast<c10::kCUDA, Autocast<op, c10::kCUDA, AutocastTo::kFp32, cast...>::call>(m, name);
 }
 

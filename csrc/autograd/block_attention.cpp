@@ -328,9 +328,6 @@ Tensor block_attention(const Tensor& q, const Tensor& k, const Tensor& v,
   return BlockAttention::apply(q, k, v, optional(added), optional(counts), call);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<block_attention>(m, "block_attention");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<block_attention, 0, 1, 2>(m, "block_attention");
 }

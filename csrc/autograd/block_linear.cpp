@@ -247,10 +247,6 @@ Tensor block_row_linear(const Tensor& x, const Tensor& weight, const OptionalTen
   return BlockRowLinear::apply(x, weight, bias, call);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<block_column_linear>(m, "block_column_linear");
-  impl_composite<block_row_linear>(m, "block_row_linear");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<block_column_linear, 0, 1, 2>(m, "block_column_linear");
   autocast_to_low_precision<block_row_linear, 0, 1, 2>(m, "block_row_linear");

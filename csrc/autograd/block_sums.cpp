@@ -175,12 +175,11 @@ Tensor block_softmax(const Tensor& x, bool blind) {
   return BlockSoftmax::apply(x, blind);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
+TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   impl_composite<block_copies>(m, "block_copies");
   impl_composite<block_sum>(m, "block_sum");
-  impl_composite<block_bmm>(m, "block_bmm");
   impl_composite<block_softmax>(m, "block_softmax");
+  autocast_to_low_precision<block_bmm, 0, 1>(m, "block_bmm");
 }
-TORCH_LIBRARY_FRAGMENT(tp_ext, m) { autocast_to_low_precision<block_bmm, 0, 1>(m, "block_bmm"); }
 
 }  // namespace tp_ext

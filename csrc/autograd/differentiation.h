@@ -90,7 +90,8 @@ struct Composite<kernel> {
 template <auto kernel>
 void impl_composite(torch::Library& m, const char* name) {
   Composite<kernel>::name = name;
-  m.impl(name, &Composite<kernel>::call);
+  m.impl(name,
+         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &Composite<kernel>::call));
 }
 
 inline Tensor primal_of(const Tensor& x) { return has_tangent(x) ? x._fw_primal(0) : x; }

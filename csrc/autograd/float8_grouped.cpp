@@ -152,9 +152,6 @@ Tensor float8_grouped_linear(const Tensor& x, const Tensor& weight, at::IntArray
                                                       gradient, weight.scalar_type(), grad_scale});
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<float8_grouped_linear>(m, "float8_grouped_linear");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<float8_grouped_linear, 0>(m, "float8_grouped_linear");
 }

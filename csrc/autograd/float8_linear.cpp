@@ -280,10 +280,6 @@ Tensor float8_row_linear(const Tensor& x, const Tensor& weight, const OptionalTe
   return Float8RowLinear::apply(x, weight, bias, call);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<float8_column_linear>(m, "float8_column_linear");
-  impl_composite<float8_row_linear>(m, "float8_row_linear");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<float8_column_linear, 0>(m, "float8_column_linear");
   autocast_to_low_precision<float8_row_linear, 0>(m, "float8_row_linear");

@@ -198,9 +198,6 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, at::IntArrayRef cou
   return GroupedLinear::apply(x, weight, grouping);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<grouped_linear>(m, "grouped_linear");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<grouped_linear, 0, 1>(m, "grouped_linear");
 }

@@ -221,10 +221,6 @@ Tensor row_parallel_linear(const Tensor& x, const Tensor& weight, const Optional
   return RowLinear::apply(x, weight, bias, call);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<column_parallel_linear>(m, "column_parallel_linear");
-  impl_composite<row_parallel_linear>(m, "row_parallel_linear");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_low_precision<column_parallel_linear, 0, 1, 2>(m, "column_parallel_linear");
   autocast_to_low_precision<row_parallel_linear, 0, 1, 2>(m, "row_parallel_linear");

@@ -252,10 +252,8 @@ Tensor autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<linear_2d>(m, "linear_2d");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  impl_composite<linear_2d>(m, "linear_2d");
   impl_autocast<c10::kCPU, autocast<c10::kCPU>>(m, "linear_2d");
   impl_autocast<c10::kCUDA, autocast<c10::kCUDA>>(m, "linear_2d");
 }

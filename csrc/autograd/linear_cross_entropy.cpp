@@ -120,10 +120,8 @@ std::tuple<Tensor, Tensor> linear_cross_entropy(
                   call);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<linear_cross_entropy<false>>(m, "linear_cross_entropy");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  impl_composite<linear_cross_entropy<false>>(m, "linear_cross_entropy");
   impl_autocast<c10::kCPU, linear_cross_entropy<true, c10::kCPU>>(m, "linear_cross_entropy");
   impl_autocast<c10::kCUDA, linear_cross_entropy<true, c10::kCUDA>>(m, "linear_cross_entropy");
 }

@@ -276,9 +276,6 @@ Tensor matmul_2d(const Tensor& a, const Tensor& b, const std::string& rows,
   return Matmul2d::apply(a, b, rows, columns, k, by_summa);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<matmul_2d>(m, "matmul_2d");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) { autocast_to_low_precision<matmul_2d, 0, 1>(m, "matmul_2d"); }
 
 }  // namespace tp_ext

@@ -217,13 +217,6 @@ std::tuple<Tensor, Tensor> layer_norm_residual_cpu(const Tensor& x, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<rms_norm>(m, "rms_norm");
-  impl_composite<rms_norm_residual>(m, "rms_norm_residual");
-  impl_composite<layer_norm>(m, "layer_norm");
-  impl_composite<layer_norm_residual>(m, "layer_norm_residual");
-}
-
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_fp32_on_cuda<rms_norm, 0, 1>(m, "rms_norm");
   autocast_to_fp32_on_cuda<rms_norm_residual, 0, 1, 2>(m, "rms_norm_residual");

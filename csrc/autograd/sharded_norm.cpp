@@ -156,10 +156,6 @@ Tensor sharded_layer_norm(const Tensor& x, const OptionalTensor& weight, const O
   return ShardedLayerNorm::apply(x, weight, bias, eps, group, n);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<sharded_rms_norm>(m, "sharded_rms_norm");
-  impl_composite<sharded_layer_norm>(m, "sharded_layer_norm");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
   autocast_to_fp32_on_cuda<sharded_rms_norm, 0, 1>(m, "sharded_rms_norm");
   autocast_to_fp32_on_cuda<sharded_layer_norm, 0, 1, 2>(m, "sharded_layer_norm");

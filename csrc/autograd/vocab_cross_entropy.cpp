@@ -117,10 +117,8 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
   return cross_entropy(logits, target, args);
 }
 
-TORCH_LIBRARY_IMPL(tp_ext, CompositeImplicitAutograd, m) {
-  impl_composite<vocab_parallel_cross_entropy<false>>(m, "vocab_parallel_cross_entropy");
-}
 TORCH_LIBRARY_FRAGMENT(tp_ext, m) {
+  impl_composite<vocab_parallel_cross_entropy<false>>(m, "vocab_parallel_cross_entropy");
   constexpr auto under_autocast = vocab_parallel_cross_entropy<true>;
   impl_autocast<c10::kCPU, under_autocast>(m, "vocab_parallel_cross_entropy");
   impl_autocast<c10::kCUDA, under_autocast>(m, "vocab_parallel_cross_entropy");
