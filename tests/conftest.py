@@ -1,6 +1,7 @@
 """Fixtures: device, seeded generators. Hooks: thinning of large grids, teardown of rank processes, a count of skips."""
 
 import collections
+import gc
 import os
 import random
 import sys
@@ -62,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         i, n = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for k, item in enumerate(items) if k % n != i])
         items[:] = items[i::n]
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of modules and tests stay: else each collection goes through them, in most of a second, and a
+    pipeline of simulated ranks asks for one on each of its ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -167,12 +167,11 @@ def test_objects_older_than_a_plan_are_frozen_during_it(frozen: bool, fails: boo
         return original(*args)
 
     monkeypatch.setattr(planner, "_planned", noted)
-    if frozen:
-        gc.freeze()
+    gc.freeze() if frozen else gc.unfreeze()
     try:
         with pytest.raises(ValueError, match="forward fails") if fails else contextlib.nullcontext():
             auto.plan(Model(), (IDS, IDS[:, :5]) if fails else (IDS,), 2)
         assert counts and all(counts)
         assert bool(gc.get_freeze_count()) == frozen  # those that the program has frozen stay so
     finally:
-        gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py
