@@ -1,28 +1,20 @@
 """examples/finetune_hf.py on two ranks and on one; its result is read by transformers alone."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
+import transformers.trainer  # the server of forks has it then, too
 
+from tests.helpers import torchrun
 from tests.helpers.paths import ROOT
 
 
 def _run(p, out, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={p}"]
-    run = subprocess.run(
-        [*command, str(ROOT / "examples" / "finetune_hf.py"), "--out", str(out), "--steps", "4", *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert "written:" in run.stdout
+    words = ["--standalone", f"--nproc-per-node={p}", str(ROOT / "examples" / "finetune_hf.py")]
+    words += ["--out", str(out), "--steps", "4", *options]
+    job = torchrun.start(words, out.with_suffix(".txt"), out.parent, HF_HUB_OFFLINE="1")
+    assert job.wait(280) == 0, job.output[-3000:]
+    assert "written:" in job.output
 
 
 def test_the_example_trains_alike_on_one_rank_and_on_two_and_goes_on_from_one(tmp_path):
@@ -43,6 +35,7 @@ def test_the_example_trains_alike_on_one_rank_and_on_two_and_goes_on_from_one(tm
 @pytest.mark.exhaustive
 def test_a_loop_of_accelerate_writes_a_model_of_transformers(tmp_path):
     """That it trains as one process: tests/huggingface/test_trainer.py."""
-    _run(2, tmp_path, "--accelerate")
-    start, end = (transformers.LlamaForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "final"))
+    out = tmp_path / "looped"
+    _run(2, out, "--accelerate")
+    start, end = (transformers.LlamaForCausalLM.from_pretrained(out / name) for name in ("model", "final"))
     assert (start.lm_head.weight - end.lm_head.weight).abs().max() > 3e-3
