@@ -169,7 +169,7 @@ class Jobs:
     """Three replicas of two ranks, and later ones; the ``timeout`` is long: ranks of a busy machine wait for a core.
     ``wait``: as of ``begin``, of one that comes when the others have ended, too."""
 
-    def __init__(self, backend, steps, least=None, pause=0.0, timeout=30.0, wait=60.0):
+    def __init__(self, backend, steps, least=None, pause=0.0, timeout=16.0, wait=60.0):
         # The server of the store looks up the name of each connection's address, and stands still meanwhile: 5 s where
         # no name server answers
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
