@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import tp_ext
-from tests.conformance.test_19_26_linears import EVERY, FP64, SP, slices
+from tests.conformance.test_25_26_linears import EVERY, FP64, SP, slices
 from tests.helpers import ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import own_input, own_output, own_tokens

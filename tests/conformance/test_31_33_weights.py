@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tp_ext
-from tests.conformance.test_19_26_linears import EVERY, FP64, SP, run, slices
+from tests.conformance.test_25_26_linears import EVERY, FP64, SP, slices
 from tests.helpers import ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.nn.test_mlp import GATED, DenseMLP, assert_as_dense, make_mlp
@@ -89,6 +89,15 @@ def test_case_32_gated_mlp_is_the_dense_one(activation, sp, p):
     assert_as_dense(p, DenseMLP(activation, True), sp, lambda a, b: torch.testing.assert_close(a, b, **FP64))
 
 
+def _run(group, kind, dense, xs, dys, options, tokens=None):
+    rank = group.rank()
+    layer = kind.from_linear(dense, group=group, **options)
+    x = xs[rank].clone().requires_grad_()
+    y = layer(x, tokens)
+    y.backward(dys[rank])
+    return y, x.grad, layer.weight.grad, layer.bias.grad
+
+
 @EVERY
 @SP
 def test_case_33_bf16_of_whole_numbers(sp, p):
@@ -106,7 +115,7 @@ def test_case_33_bf16_of_whole_numbers(sp, p):
         outside = [lambda t: [t] * p, lambda t: slices(t, p, 0)][sp]
         xs, dxs = ((outside(t) if column else slices(t, p, -1)) for t in (x, dx))
         ys, dys = ((slices(t, p, -1) if column else outside(t)) for t in (y, dy))
-        for rank, got in enumerate(ranks.run(run, p, kind, dense, xs, dys, {"sequence_parallel": sp}, 8)):
+        for rank, got in enumerate(ranks.run(_run, p, kind, dense, xs, dys, {"sequence_parallel": sp}, 8)):
             assert all(t.dtype == torch.bfloat16 for t in got)
             assert torch.equal(got[0], ys[rank])
             assert torch.equal(got[2], slices(dw, p, 0 if column else 1)[rank])

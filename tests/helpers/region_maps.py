@@ -27,6 +27,17 @@ CONJUGATE = {
     "all_to_all_region": "all_to_all_region",
 }
 CONJUGATE |= {b: a for a, b in CONJUGATE.items()}
+NUMBERS = {  # of conformance cases, docs/reference/correctness.md; those with lists of sizes: 9
+    1: ("copy_to_region", {}),
+    2: ("reduce_from_region", {}),
+    3: ("scatter_to_region", {}),
+    4: ("gather_from_region", {}),
+    5: ("scatter_to_region", {"dim": 0}),
+    6: ("all_gather_region", {}),
+    7: ("gather_from_region", {"dim": 0}),
+    8: ("reduce_scatter_region", {}),
+    11: ("all_to_all_region", {"split_dim": 0, "concat_dim": 1}),
+}
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,17 @@ class Case:
     def __call__(self, x, group):
         return getattr(tp_ext, self.name)(x, group, **self.options)
 
+    @property
+    def number(self):
+        """The number of the conformance case, or None."""
+        if self.name in ("all_gather_region", "reduce_scatter_region") and self.options.keys() == {"dim", "sizes"}:
+            return 9
+        return next((number for number, known in NUMBERS.items() if known == (self.name, self.options)), None)
+
     def __str__(self):
         options = "-".join(f"{k}={v}" for k, v in self.options.items()).replace(" ", "")
-        return f"{self.name.removesuffix('_region')}-{options}".rstrip("-")
+        number = f"case_{self.number:02}-" if self.number else ""
+        return f"{number}{self.name.removesuffix('_region')}-{options}".rstrip("-")
 
     def explicit(self, p):
         """The options with every dim counted from 0 and every length spelled out."""

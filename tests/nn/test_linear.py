@@ -24,6 +24,14 @@ from tp_ext import ColumnParallelLinear, Part, RowParallelLinear, Sharding, full
 pytestmark = pytest.mark.core
 
 SIZES = (1, 2, 3, 4)
+NUMBERS = {  # of conformance cases, docs/reference/correctness.md: whether of a column, and an option
+    (True, "gather_output"): 19,
+    (True, ""): 20,
+    (True, "sequence_parallel"): 21,
+    (False, ""): 22,
+    (False, "input_is_parallel"): 23,
+    (False, "sequence_parallel"): 24,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Case:
         options = [k if v is True else f"{k}={v}" for k, v in self.options.items() if k != "parts"]
         if "parts" in self.options:
             options.append(f"{len(self.options['parts'])}parts")
-        kind = "column" if self.column else "row"
+        number = NUMBERS.get((self.column, next(iter(self.options), "")))
+        kind = (f"case_{number}-" if number else "") + ("column" if self.column else "row")
         return "-".join([kind, *map(str, self.features), *map(str, self.leading), *options]) + (
             "" if self.bias else "-nobias"
         )
@@ -87,7 +96,8 @@ def cases(p: int) -> list[Case]:
     qkv = (Part(8, groups=2), Part(2, copies=2), Part(2, copies=2)) if p % 4 == 0 else (Part(8, unit=2), 2, 2)
     result = [Case(True, (5, 7)), Case(True, (5, 2), (2, 1, 3)), Case(True, (5, 9), options={"unit": 3})]
     result += [Case(True, (3, 12), options={"parts": qkv, **o}) for o in ({}, sp, {"gather_output": True})]
-    result += [Case(True, (4, 5), options={"gather_output": True}), Case(True, (4, 6), (5, 2), options=sp)]
+    result += [Case(True, (4, 5), (7,), options={"gather_output": True, **o}) for o in ({}, sp)]
+    result += [Case(True, (4, 6), (5, 2), options=sp)]
     result += [Case(True, (4, 3), (2,), options=sp), Case(True, (4, 3), (0,)), Case(True, (4, 3), ())]
     result += [Case(True, (4, 6), options={"parts": (2, Part(4, padding=4 * p - 4))})]
     result += [Case(False, (7, 5)), Case(False, (2, 5), (2, 1, 3)), Case(False, (9, 5), options={"unit": 3})]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import tp_ext._ops  # noqa: F401, registers the fakes
+from tests.helpers import region_maps
 from tests.helpers.paths import ROOT
+from tests.nn import test_linear
 
 PACKAGE = sorted((ROOT / "tp_ext").rglob("*.py"))
 PACKAGE = [file for file in PACKAGE if file.name != "_built_for.py"]  # written by the build
@@ -363,9 +365,8 @@ def test_parts_of_training_have_a_line_in_the_guide():
 
 
 def test_conformance_cases_are_found_by_number():
-    """conformance/test_01_12_regions.py has cases 1 to 12, test_case_01_.. and so on.
-
-    docs/reference/correctness.md lists all of them.
+    """conformance/test_27_30_gradients.py has cases 27 to 30, test_case_27_.. and so on, but for those that are rows of
+    another test, with the number in its id. docs/reference/correctness.md lists all of them.
     """
     found, folder = [], ROOT / "tests" / "conformance"
     for file in TESTS:
@@ -376,16 +377,18 @@ def test_conformance_cases_are_found_by_number():
             continue
         first, last = re.fullmatch(r"test_(\d\d)_(?:(\d\d)_)?[a-z]+", file.stem).groups()
         assert cases == named, f"{file.name}: not all are test_case_NN_.."
-        assert {int(name[10:12]) for name in cases} == set(range(int(first), int(last or first) + 1)), file.name
+        numbers = sorted({int(name[10:12]) for name in cases})
+        assert (numbers[0], numbers[-1]) == (int(first), int(last or first)), file.name
         found += cases
-    assert {int(name[10:12]) for name in found} == set(range(1, 53)) and len(found) == len(set(found))
-    listed = re.findall(
-        r"^\| (\d+) \| .*`(test_case_(\d\d)_\w+)` \|",
-        (ROOT / "docs" / "reference" / "correctness.md").read_text(),
-        re.M,
-    )
-    assert all(int(row) == int(number) for row, _, number in listed)
-    assert sorted(name for _, name, _ in listed) == sorted(found)
+    page = (ROOT / "docs" / "reference" / "correctness.md").read_text().partition("## Conformance")[2]
+    rows = re.findall(r"^\| (\d+) \| .*`([\w/.:]*test_\w+)` \|", page, re.M)
+    listed = [(int(row), name) for row, name in rows if name.startswith("test_case_")]
+    assert all(row == int(name[10:12]) for row, name in listed)
+    assert sorted(name for _, name in listed) == sorted(found) and len(found) == len(set(found))
+    assert {int(row) for row, _ in rows} == set(range(1, 53))
+    ids = [str(case) for case in (*region_maps.cases(3), *test_linear.cases(3))]
+    of_ids = {int(number) for number in re.findall(r"\bcase_(\d\d)-", " ".join(ids))}
+    assert of_ids | {13, 15, 16, 18} == {int(row) for row, name in rows if "::" in name}  # those of all rows
 
 
 def test_published_bugs_are_listed():
