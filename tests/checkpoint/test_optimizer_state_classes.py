@@ -67,7 +67,7 @@ def _optimizer_of(kind, model, foreign):
     return kind(groups[: len(params)], lr=0.0625, **options)
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch_goes_on_at_any_number_of_ranks(kind, foreign, tmp_path):
