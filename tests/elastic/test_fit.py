@@ -159,6 +159,7 @@ def _joins(group, case):
     if "schedulers" in options:
         options["schedulers"] = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
     elastic = tp_ext.parallel.ElasticData(net, optimizer, group=mine, store=store, replica=name, **options)
+    elastic._joining._silence = 0.1  # b is sure at once that a lives, which waits for it
 
     def act(step):
         if name == "b":
