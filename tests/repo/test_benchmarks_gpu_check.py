@@ -37,7 +37,7 @@ def statuses(folder):
 def test_a_failure_or_hang_loses_no_other_result(tmp_path):
     run, marker = Run(tmp_path, {"commit": "abc"}), tmp_path / "grandchild"
     assert saved(tmp_path)["commands"] == []
-    sleeper = f"import time; time.sleep(4); open({str(marker)!r}, 'w')"
+    sleeper = f"import time; time.sleep(2); open({str(marker)!r}, 'w')"
     hangs = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {sleeper!r}]); time.sleep(60)"
     began = time.monotonic()
     run.together([python("hangs", hangs)], 1, 1.5)
@@ -58,7 +58,7 @@ def test_a_failure_or_hang_loses_no_other_result(tmp_path):
     assert results["fails"]["exit_code"] == 3 and results["good"]["output"] == []
     log = (tmp_path / "log.txt").read_text()
     assert "=== stage, good: passed" in log and "fine" in log
-    time.sleep(max(0.0, began + 6.5 - time.monotonic()))
+    time.sleep(max(0.0, began + 4 - time.monotonic()))
     assert not marker.exists()  # what a hanging command had started is ended with it
 
 
@@ -85,7 +85,7 @@ def test_commands_in_turn_wait_for_the_previous_one(tmp_path):
     said = "import sys, time; sys.stdin.readline(); print(time.time(), flush=True); {}; print(time.time())"
     names = {"one": "time.sleep(0.3)", "hangs": "time.sleep(60)", "gone": "", "two": "time.sleep(0.3)"}
     commands = [python(name, said.format(code) if code else "raise SystemExit(1)") for name, code in names.items()]
-    Run(tmp_path, {}).in_turn(commands, 5, 60)
+    Run(tmp_path, {}).in_turn(commands, 3, 60)
     assert statuses(tmp_path) == {"one": "passed", "hangs": "timed out", "gone": "failed", "two": "passed"}
     times = [
         float(word) for word in (tmp_path / "log.txt").read_text().split() if word.count(".") == 1 and len(word) > 12
