@@ -15,11 +15,11 @@ from tests.helpers.simulated import run
 from tp_ext.huggingface.load import example_of
 from tp_ext.model.layouts import layouts_of
 
-MODELS = {  # class, heads, KV heads, ranks
-    "copies of KV heads": ("Llama", 4, 2, 4),
-    "sizes that coincide": ("Phi3", 4, 2, 2),
-    "uneven heads": ("Phi3", 6, 3, 2),
-    "groups of queries": ("Qwen3", 8, 2, 2),
+MODELS = {  # class, layers, heads, KV heads, ranks
+    "copies of KV heads": ("Llama", 2, 4, 2, 4),
+    "sizes that coincide": ("Phi3", 1, 4, 2, 2),
+    "uneven heads": ("Phi3", 1, 6, 3, 2),
+    "groups of queries": ("Qwen3", 1, 8, 2, 2),
 }
 IDS = torch.randint(1, 96, (2, 7), generator=torch.Generator().manual_seed(3))
 LEFT, RIGHT = (torch.ones(2, 7, dtype=torch.long) for _ in range(2))
@@ -38,10 +38,10 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def _model(kind: str, heads: int, kv_heads: int) -> transformers.PreTrainedModel:
+def _model(kind: str, layers: int, heads: int, kv_heads: int) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=96, hidden_size=8 * heads, intermediate_size=44, num_hidden_layers=2, num_attention_heads=heads,
+        vocab_size=96, hidden_size=8 * heads, intermediate_size=44, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
@@ -74,8 +74,8 @@ def _with_caches(model: nn.Module, cache: Callable[[Any], Any] | None) -> list[T
     return [first.logits, second.logits, third.logits, tokens]
 
 
-def _compare(group: Any, kind: str, heads: int, kv_heads: int, p: int) -> None:
-    dense = _model(kind, heads, kv_heads)
+def _compare(group: Any, kind: str, layers: int, heads: int, kv_heads: int, p: int) -> None:
+    dense = _model(kind, layers, heads, kv_heads)
     model = copy.deepcopy(dense)
     plan = tp_ext.auto.plan(model, example_of(model), p)
     assert any("q_proj" in name or "qkv_proj" in name for name in plan.shardings)
