@@ -1,14 +1,8 @@
-"""Linears under everything of torch that wraps, traces, counts, copies or replays them; and their errors."""
-
-import copy
-import io
-import pickle
+"""Linears: second derivatives, collectives, compiled backwards, copies of data. Other modes: tests/training."""
 
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
-from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import ranks
 from tests.helpers.on_ranks import on_ranks
@@ -127,26 +121,14 @@ def test_collectives_without_a_use_are_not_issued():
 # Wrapped
 
 
-def _compiled(group, kind, sp, options):
+@on_ranks(2, backend="gloo", timeout=120)
+def test_compile_gather_output_with_copies(group):
     torch._dynamo.reset()
-    layer = small_layer(group, kind, sp, **options)
+    options = {"parts": (Part(4, groups=2), Part(4, unit=2, copies=2)), "gather_output": True}
+    layer = small_layer(group, ColumnParallelLinear, False, **options)
     x = small_input(layer, group)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(results(layer, x, compiled), results(layer, x), rtol=1e-12, atol=1e-12)
-    if sp:  # tokens that p does not divide
-        x = own_input(torch.randn(5, 6, dtype=torch.float64), layer, group).contiguous().requires_grad_()
-        got, want = (results(layer, x, lambda x, f=f: f(x, total_tokens=5)) for f in (compiled, layer))
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-@BOTH
-def test_compile_without_graph_breaks(kind, sp):
-    ranks.run(_compiled, 2, kind, sp, {}, timeout=120)
-
-
-def test_compile_gather_output_with_copies():
-    parts = (Part(4, groups=2), Part(4, unit=2, copies=2))
-    ranks.run(_compiled, 2, ColumnParallelLinear, False, {"parts": parts, "gather_output": True}, timeout=120)
 
 
 @pytest.mark.thinned(1)
@@ -161,83 +143,6 @@ def test_compiled_autograd(group, kind, sp):
     with compiled_autograd._enable(torch.compile(backend="eager")):
         got = results(layer, x)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@BOTH
-@on_ranks(2, backend="gloo")  # CommDebugMode of torch 2.11 has hooks of the whole process
-def test_activation_checkpointing(group, kind, sp):
-    layer = small_layer(group, kind, sp)
-    x = small_input(layer, group)
-    want, got = results(layer, x), []
-
-    def call(x):
-        return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False)
-
-    counts = count_collectives_of(lambda: got.extend(results(layer, x, call)))
-    want = results(layer, x, lambda x: layer(x).sin())
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    forward, backward = COUNTS[kind, sp]
-    assert counts == {k: 2 * forward.get(k, 0) + backward.get(k, 0) for k in forward | backward}
-
-
-def _autocast(group, kind, sp):
-    layer = small_layer(group, kind, sp, torch.float32)
-    x = small_input(layer, group, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = results(layer, x)
-    assert low[0].dtype == torch.bfloat16
-    assert all(g.dtype == torch.float32 for g in low[1:])
-    # each of the p partial sums is rounded to bf16 (2^-9), as are inputs, results and gradients
-    for got, want in zip(low, results(layer, x), strict=True):
-        torch.testing.assert_close(got.float(), want, rtol=0, atol=(group.size() + 4) * 2**-8 * float(want.abs().max()))
-        assert not torch.equal(got.float(), want), "nothing was computed in bf16"
-
-
-@BOTH
-def test_autocast(kind, sp):
-    dense, x = small_linear(torch.float32), torch.randn(4, 6, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, *grads = results(dense, x)
-    assert y.dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in grads)
-    for p in (1, 2):
-        ranks.run(_autocast, p, kind, sp)
-
-
-@BOTH
-@on_ranks(2)
-def test_copied_pickled_and_moved_layers_know_their_shardings(group, kind, sp):
-    layer = small_layer(group, kind, sp, torch.float32)
-    x = small_input(layer, group, torch.float32)
-    want = results(layer, x)
-    saved = io.BytesIO()
-    torch.save(layer, saved)
-    saved.seek(0)
-    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(saved, weights_only=False)]
-    copies.append(copy.deepcopy(layer).to_empty(device="cpu"))
-    copies[-1].load_state_dict(layer.state_dict())
-    copies.append(copy.deepcopy(layer).double().float())
-    for copied in copies:
-        assert copied.tp_shardings == layer.tp_shardings
-        assert copied.tp_group == layer.tp_group
-        for name, param in copied.named_parameters():
-            assert param is not getattr(layer, name)
-            assert param.tp_sharding == layer.tp_shardings[name]
-        assert all(torch.equal(a, b) for a, b in zip(results(copied, x), want, strict=True))
-
-
-@BOTH
-@on_ranks(2)
-def test_functional_call(group, kind, sp):
-    layer = small_layer(group, kind, sp)
-    x = small_input(layer, group)
-    doubled = {name: (2 * p).detach().requires_grad_() for name, p in layer.named_parameters()}
-    y = functional_call(layer, doubled, x)
-    torch.testing.assert_close(y, 2 * layer(x), rtol=1e-12, atol=1e-12)
-    y.sum().backward()
-    assert all(p.grad is None for p in layer.parameters())
-    layer(x).sum().backward()
-    for name, param in layer.named_parameters():
-        torch.testing.assert_close(doubled[name].grad, param.grad, rtol=1e-12, atol=1e-12)
 
 
 # Copies

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import (
     ACTIVATIONS,
     GATED,
@@ -15,7 +13,6 @@ from tests.helpers.oracle import (
     full_gradients,
     gradients,
     own_tokens,
-    results,
 )
 from tp_ext import ParallelMLP, load_full_state_dict
 
@@ -116,35 +113,6 @@ def test_collectives(activation, sp):
     backward = {**BACKWARD[sp], "all_reduce": 1}
     assert ranks.run(_counts, 2, DenseMLP(activation, True), sp) == [(FORWARD[sp], backward)] * 2
     assert ranks.run(_counts, 1, DenseMLP(activation, True), sp) == [({}, {})]
-
-
-# Wrapped
-
-
-@pytest.mark.parametrize("how", ["compile", "checkpoint"])
-@pytest.mark.parametrize("sp", [False, True])
-@on_ranks(2, backend="gloo", timeout=120)
-def test_compiled_and_checkpointed(group, sp, how):
-    layer = make_mlp(group, DenseMLP("swiglu", True), sp)
-    x = torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True)
-    want = results(layer, x)
-    if how == "compile":
-        torch._dynamo.reset()
-        got = results(layer, x, torch.compile(layer, fullgraph=True, backend="aot_eager"))
-    else:
-        got = results(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@on_ranks(2)
-def test_autocast_gives_the_dtypes_of_the_dense_block(group, activation):
-    layer, x = make_mlp(group, DenseMLP(activation, True, torch.float32)), torch.randn(4, HIDDEN, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    y.float().sum().backward()
-    assert y.dtype == torch.bfloat16
-    assert all(leaf.grad.dtype == torch.float32 for leaf in (x, *layer.parameters()))
 
 
 def test_names_and_modules_that_are_no_mlp():

@@ -6,7 +6,6 @@ from torch import nn
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import count_collectives_of, full_gradients, gradients, own_tokens
 
 pytestmark = pytest.mark.core
@@ -128,21 +127,6 @@ def test_collectives(name, sums):
     assert ranks.run(_counts, 2, name, True) == [({}, {"all_reduce": sums})] * 2
     assert ranks.run(_counts, 2, name, False) == [({}, {})] * 2
     assert ranks.run(_counts, 1, name, True) == [({}, {})]
-
-
-@pytest.mark.parametrize("name", [RMS, LAYER])
-@on_ranks(2, backend="gloo", timeout=120)
-def test_compile_without_graph_breaks(group, name):
-    torch._dynamo.reset()
-    _, ours = _pair(name, (3, 4), {}, torch.float64, group, True)
-    results = []
-    for call in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager")):
-        ours.zero_grad()
-        x = torch.ones(5, 3, 4, dtype=torch.float64).cumsum(-1).requires_grad_()
-        y = call(x)
-        y.sin().sum().backward()
-        results.append([y.detach(), x.grad, *(p.grad for p in ours.parameters())])
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

@@ -1,11 +1,11 @@
-"""torch.compile of whole blocks, of the model and its loss: one graph without a break, the numbers of eager, and few
-compilations whatever the batch sizes."""
+"""torch.compile of every module, of blocks, of the model and its loss: one graph without a break, the numbers of eager,
+and few compilations whatever the batch sizes."""
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.helpers import ranks
+from tests.helpers import ranks, registry
 from tests.helpers.makers import HIDDEN, SEQ, TOKENS, VOCAB, Block, build, caller, config, gpt, outcome
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import full_gradients, gradients
@@ -25,6 +25,17 @@ def _compiled(fn, backend="aot_eager", **options):
 
 def _close(got, want, bound=1e-12):
     torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+
+
+@pytest.mark.core
+@MOSTLY_SP
+@pytest.mark.parametrize("name", registry.CASES)
+@on_ranks(2, backend="gloo", timeout=120)
+def test_every_module(group, name, sp):
+    module = build(name, group, sp)
+    call, counter = _compiled(caller(name, module))
+    _close(outcome(name, module, group, sp, call), outcome(name, module, group, sp))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.thinned(1)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import oracle, ranks
@@ -203,33 +202,6 @@ def test_a_learned_mask_has_its_whole_gradient(group):
     y = module(x, batch_size=2, attn_mask=mask)
     y.backward(g)
     assert_near({"y": y, "mask": mask.grad}, {"y": want, "mask": leaf.grad})
-
-
-# What wraps a module
-
-
-def _compile(module):
-    return torch.compile(module, fullgraph=True, backend="aot_eager")
-
-
-def _checkpoint(module):
-    return lambda *args, **kwargs: checkpoint(module, *args, use_reentrant=False, **kwargs)
-
-
-@BOTH
-@pytest.mark.parametrize("wrap", [_compile, _checkpoint], ids=["compile", "checkpoint"])
-@on_ranks(2, backend="gloo", timeout=120)
-def test_compiled_and_recomputed_as_eager(group, wrap, sp):
-    torch._dynamo.reset()
-    module = make(CASE, group, sequence_parallel=sp, dropout=0.3)
-    x, results = torch.randn(10, HIDDEN, dtype=torch.float64), []
-    for fn in (module, wrap(module)):
-        torch.manual_seed(3)
-        own = (x.tensor_split(group.size())[group.rank()] if sp else x).clone().requires_grad_()
-        y = fn(own, batch_size=2)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [own, *module.parameters()])))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @BOTH
