@@ -185,7 +185,7 @@ LOSS = [
         'if (loss.reduction == "mean") grad = grad.div(loss.counted_rows(target));',
         'if (loss.reduction == "mean") grad = grad.div(target.numel());',
         "The gradient of the mean divides by the ignored rows, too.",
-        "conformance/test_34_42_vocabulary.py::test_case_40_ignored_rows",
+        "conformance/test_35_42_vocabulary.py::test_case_40_ignored_rows",
         "kernels/test_vocab_cross_entropy.py::test_public_operator_is_cross_entropy",
     ),
     _bug(
@@ -227,7 +227,7 @@ LOSS = [
         "id[i] >= 0 && id[i] < vocab_size",
         "id[i] >= 0 && id[i] <= vocab_size",
         "The id vocab_size gives a row of zeros instead of an error.",
-        "conformance/test_34_42_vocabulary.py::test_case_35_ids_outside_the_vocabulary_raise_on_all_ranks",
+        "conformance/test_35_42_vocabulary.py::test_case_35_ids_outside_the_vocabulary_raise_on_all_ranks",
     ),
 ]
 
