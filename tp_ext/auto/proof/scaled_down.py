@@ -109,11 +109,12 @@ def _units(decisions: Sequence[Decision], tables: Collection[Atom]) -> dict[Atom
     """Returns the numbers of units of sharded atoms that remain: two a rank, one more where ranks have unequal numbers.
 
     Atoms of different length keep different lengths: an integer of the code must have one meaning."""
-    lengths = sorted({decision.sharded[-1].size for decision in decisions})
+    targets = [(d, target) for d in decisions for target in (d.slowest if d.group is None else [d.group])]
+    lengths = sorted({target.size for _, target in targets})
     units: dict[Atom, int] = {}
     two = _two_a_rank(decisions)
-    for decision in decisions:
-        target, ranks = decision.sharded[-1], decision.p if decision.group is None else decision.p // decision.atom.size
+    for decision, target in targets:
+        ranks = decision.p if decision.group is None else decision.p // decision.atom.size
         least = max(-(-ROWS // ranks), two) if decision.atom in tables else two
         few = ranks * (least + lengths.index(target.size)) + bool(target.size % ranks)
         units[target] = min(target.size, few)

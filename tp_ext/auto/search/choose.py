@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, atoms_in, contains, majors
+from tp_ext.auto.record.dims import Atom, Dim, Major, atoms, atoms_in, majors
 from tp_ext.auto.record.edits import Factor
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Record
@@ -41,6 +41,7 @@ class Decision:
 
     ``group``: the atom sharded further where ``atom`` has fewer elements than ranks: the query heads of each KV head.
     ``blocks``: those of ``tp_invariant`` that the atom is cut into; 0: it is not cut so. ``shares``: of the ranks.
+    ``beside``: atoms that are sharded with it, since an operator sums over all of them: features side by side.
     """
 
     atom: Atom
@@ -48,35 +49,44 @@ class Decision:
     group: Atom | None = None
     blocks: int = 0
     shares: Weights | None = None
+    beside: tuple[Atom, ...] = ()
     parameters: dict[str, Cut] = field(default_factory=dict)
 
     @property
+    def slowest(self) -> list[Atom]:
+        """The sharded atoms that are the slowest of dims."""
+        return [self.atom, *self.beside]
+
+    @property
     def sharded(self) -> list[Atom]:
-        return [self.atom] if self.group is None else [self.atom, self.group]
+        return self.slowest if self.group is None else [self.atom, self.group]
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         """Lengths of the sharded atoms on a rank."""
         if self.blocks:
-            start, stop = units_of_rank(self.atom.size, self.blocks, rank, self.p)
-            return {self.atom: stop - start}
+            spans = {atom: units_of_rank(atom.size, self.blocks, rank, self.p) for atom in self.slowest}
+            return {atom: stop - start for atom, (start, stop) in spans.items()}
         if self.group is None:
-            return {self.atom: split_sizes(self.atom.size, self.p, self.shares)[rank]}
+            return {atom: split_sizes(atom.size, self.p, self.shares)[rank] for atom in self.slowest}
         holders = self.p // self.atom.size
         return {self.atom: 1, self.group: split_sizes(self.group.size, holders)[rank % holders]}
+
+    def occurs(self, dim: Dim) -> bool:
+        """True if a dim, or a part of it, has an atom that this decision shards over all ranks."""
+        return not atoms_in(dim).isdisjoint(self.slowest)
 
     def parts(self, dim: Dim) -> list[Part] | None:
         """The parts of a dim, sharded by this atom; None if it does not occur as the slowest of any."""
         slowest = list(majors(dim, sums=self.atom.pinned is not None))
-        if not any(major.atom is self.atom for major in slowest):
-            return None
+        is_sharded = [major.atom in self.slowest for major in slowest]
         # Ranks of shares hold no part that all ranks have
-        if self.shares is not None and any(major.atom is not self.atom for major in slowest):
+        if not any(is_sharded) or (self.shares is not None and not all(is_sharded)):
             return None
         return [self._part(major) for major in slowest]
 
     def _part(self, major: Major) -> Part:
         size = major.atom.size * major.unit
-        if major.atom is not self.atom:  # a part that all ranks hold: k and v of multi-query attention
+        if major.atom not in self.slowest:  # a part that all ranks hold: k and v of multi-query attention
             return Part(size, unit=size, copies=self.p)
         if self.group is None:
             return Part(size, unit=major.unit, blocks=self.blocks, shares=self.shares)
@@ -93,7 +103,7 @@ class Decision:
             constant: atoms whose lengths are the model's.
         """
         factors = atoms(dim)
-        first = next((i for i, factor in enumerate(factors) if contains([factor], self.atom)), len(factors))
+        first = next((i for i, factor in enumerate(factors) if self.occurs([factor])), len(factors))
         last = next((i for i in range(len(factors), first, -1) if i - 1 == first or factors[i - 1] in constant), first)
         parts = self.parts(factors[first:last])
         varies = any(atom not in constant for atom in factors[first + 1 : last])
@@ -111,8 +121,8 @@ def decisions(
     record: Record, p: int, may_shard: Callable[[str, int], bool], blocks: int = 0, shares: Weights | None = None
 ) -> list[Decision]:
     """All candidates, with the parameters that each would shard; ``may_shard(name, dim)``: whether hints allow it."""
-    by_sharded_atom: dict[Atom, Decision] = {}
-    by_atom = _majors_by_atom(record)
+    by_atom, contracted = _majors_by_atom(record), _contracted_by_atom(record)
+    by_sharded_atom = _side_by_side(contracted, by_atom, p, blocks, shares)
     for id_, (name, tensor) in record.parameters.items():
         for dim, label in enumerate(record.dims_of(tensor)):
             for major in all_majors(label) if may_shard(name, dim) else ():
@@ -126,21 +136,53 @@ def decisions(
                     decision.parameters[name] = Cut(id_, tensor, Sharding(dim, parts))
     # Sharding pays for a parameter only if at least half of it is sharded, and a decision that leaves a parameter out
     # must not have its atoms there
-    for decision in by_sharded_atom.values():
+    candidates = list(dict.fromkeys(by_sharded_atom.values()))
+    for decision in candidates:
         for name, cut in list(decision.parameters.items()):
             held_once = (part.size for part in cut.sharding.parts if part.copies < max(p, 2))
             if 2 * sum(held_once) < cut.sharding.size:
                 del decision.parameters[name]  # most of it would be on every rank
     where = _occurrences(record)
-    contracted = _contracted_by_atom(record)
     return [
         decision
-        for atom, decision in by_sharded_atom.items()
+        for decision in candidates
         if decision.parameters
         and _is_consistent(decision, where)
         and not (blocks and any(part.blocks == 0 for c in decision.parameters.values() for part in c.sharding.parts))
-        and not any(part.copies > 1 for dim in contracted.get(atom, ()) for part in decision.parts(dim) or ())
+        and not any(
+            part.copies > 1
+            for atom in decision.slowest
+            for dim in contracted.get(atom, ())
+            for part in decision.parts(dim) or ()
+        )
     ]
+
+
+def _side_by_side(
+    contracted: Mapping[Atom, list[Dim]],
+    by_atom: Mapping[Atom, list[Major]],
+    p: int,
+    blocks: int,
+    shares: Weights | None,
+) -> dict[Atom, Decision]:
+    """The decisions of several atoms, by each of them: those of features side by side, over which an operator sums.
+
+    Sharding one of them alone would leave the rest of such a dim on every rank, whose terms the sum would have p times.
+    """
+    joined: dict[Atom, dict[Atom, None]] = {}
+    for dim in (dim for dims in contracted.values() for dim in dims):
+        group = dict.fromkeys(major.atom for major in all_majors(dim))
+        for other in [joined[atom] for atom in group if atom in joined]:
+            group |= other
+        joined.update(dict.fromkeys(group, group))
+    decided: dict[Atom, Decision] = {}
+    for group in {id(group): group for group in joined.values() if len(group) > 1}.values():
+        atom, *beside = group
+        alone = [_decision(member, p, by_atom, blocks, shares) for member in group]
+        if all(decision is not None and decision.group is None and not decision.atom.pinned for decision in alone):
+            decision = Decision(atom, p, blocks=blocks, shares=shares, beside=tuple(beside))
+            decided.update(dict.fromkeys(group, decision))
+    return decided
 
 
 def all_majors(dim: Dim) -> Iterator[Major]:

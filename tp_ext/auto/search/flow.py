@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, atoms_in, contains
+from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import Conversion, LeafPath, gathered_output
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
@@ -136,7 +136,7 @@ class Finder:
         for path, tensor in tensors(self.record.output):
             for dim, label in enumerate(self.record.dims_of(tensor) if id(tensor) in self.sharded else ()):
                 for decision in self.chosen:
-                    if decision.atom in self.whole_heads or not contains(label, decision.atom):
+                    if decision.atom in self.whole_heads or not decision.occurs(label):
                         continue
                     parts = decision.parts(label)
                     if parts is None:

@@ -91,7 +91,7 @@ def _not_chosen(
     """Returns why an unpinned dim is whole."""
     atoms_of_dim = {major.atom for major in slowest}
     for decision in candidates:
-        if decision.atom in atoms_of_dim and name in decision.parameters:
+        if not atoms_of_dim.isdisjoint(decision.slowest) and name in decision.parameters:
             taken = next((other for other in decision.parameters if other in sharded), None)
             # Only small tables are left out where no other decision has taken their parameters
             if taken is None:

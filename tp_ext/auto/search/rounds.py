@@ -140,8 +140,8 @@ class Planner:
         losses = [step for step in self.record.steps if step.is_loss]
         # Logits keep their full shape for the model's code, so only columns that follow each other can be heads; other
         # outputs with a sharded dim are gathered
-        reached = {a for d in decisions for a in [d.atom] if any(carries(self.record, t, [a]) for t in out)}
-        lost = {d.atom for d in decisions if any(contains(step.contracted, d.atom) for step in losses)}
+        reached = {d.atom for d in decisions if any(carries(self.record, t, d.slowest) for t in out)}
+        lost = {d.atom for d in decisions if any(d.occurs(step.contracted) for step in losses)}
         heads_found = [
             decision for decision in decisions if decision.atom in reached | lost and self.is_head(decision, roles)
         ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom, contains
+from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Conversion, Factor
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Step
@@ -126,7 +126,7 @@ class Constants:
         factors = []
         for dim, label in enumerate(self.record.dims_of(tensor)):
             for decision in self.chosen:
-                if decision.atom in self.atoms and contains(label, decision.atom):
+                if decision.atom in self.atoms and decision.occurs(label):
                     factor = decision.factor(label, self.fixed)
                     if factor is None:
                         text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
@@ -139,7 +139,7 @@ class Constants:
         shardings = []
         for dim, label in enumerate(self.record.dims_of(tensor)):
             for decision in self.chosen:
-                if decision.atom in sharded and contains(label, decision.atom):
+                if decision.atom in sharded and decision.occurs(label):
                     parts = decision.parts(label)
                     if parts is None:
                         self.problem(
