@@ -39,7 +39,8 @@ def test_results_share_memory_as_torch_says(name: str) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_random_numbers_are_drawn_as_torch_says(name: str) -> None:
     draws = any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads(name))
-    assert row_of(name).draws == (draws and name != "dropout")  # whose masks a plan draws
+    masked = name in ("dropout", "scaled_dot_product_attention")  # whose masks a plan draws
+    assert row_of(name).draws == (draws and not masked)
 
 
 @pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.dims])
@@ -107,7 +108,7 @@ def test_a_view_has_the_elements_of_its_argument(name: str) -> None:
         assert torch.isin(result, x).all()
 
 
-TABLES = 8
+TABLES = 3
 """Literals of at least four names of operators in files other than that of the rows: the number may only fall."""
 
 

@@ -25,6 +25,18 @@ from tp_ext.invariance import refuse_compiled
 from tp_ext.nn.attention.scaled_dot_product import explicit_attention
 
 PLAIN = (Tensor, nn.Parameter)
+Replacement = Callable[..., Tensor]
+REPLACEMENTS: dict[Any, Replacement] = {}
+
+
+def _in_place_of(operator: str) -> Callable[[Replacement], Replacement]:
+    """Registers a function in place of those that run an operator."""
+
+    def registered(function: Replacement) -> Replacement:
+        REPLACEMENTS.update(dict.fromkeys(REPLACED[operator], function))
+        return function
+
+    return registered
 
 
 class BlockFunctions(SharedMode):
@@ -92,6 +104,7 @@ def _expanded(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x
 
 
+@_in_place_of("expand")
 def _expand(func: Any, input: Tensor, *sizes: Any, **options: Any) -> Tensor:
     if options or not (input.requires_grad and torch.is_grad_enabled()):
         return func(input, *sizes, **options)
@@ -99,20 +112,24 @@ def _expand(func: Any, input: Tensor, *sizes: Any, **options: Any) -> Tensor:
     return func(input, *sizes) if 0 in shape else _expanded(input, shape)
 
 
+@_in_place_of("silu")
 def _silu(func: Any, input: Tensor, inplace: bool = False) -> Tensor:
     y: Tensor = _ops.bias_act(input.contiguous(), None, "silu")
     return input.copy_(y) if inplace else y
 
 
+@_in_place_of("gelu")
 def _gelu(func: Any, input: Tensor, approximate: str = "none") -> Tensor:
     return _ops.bias_act(input.contiguous(), None, "gelu" if approximate == "none" else "gelu_tanh")
 
 
+@_in_place_of("sigmoid")
 def _sigmoid(func: Any, input: Tensor) -> Tensor:
     wide = input.float() if input.element_size() < 4 else input
     return (torch.tanh(wide * 0.5) * 0.5 + 0.5).to(input.dtype)
 
 
+@_in_place_of("bmm")
 def _matmul(func: Any, input: Tensor, other: Tensor) -> Tensor:
     if input.dim() < 3 or other.dim() < 3:
         return func(input, other)
@@ -122,6 +139,7 @@ def _matmul(func: Any, input: Tensor, other: Tensor) -> Tensor:
     return _ops.block_bmm(a, b).unflatten(0, batch)
 
 
+@_in_place_of("_softmax")
 def _softmax(func: Any, input: Tensor, dim: int | None = None, *rest: Any, **options: Any) -> Tensor:
     dtype = options.get("dtype", rest[-1] if rest and isinstance(rest[-1], torch.dtype) else None)
     if dim not in (-1, input.dim() - 1) or input.dim() < 2:
@@ -132,6 +150,7 @@ def _softmax(func: Any, input: Tensor, dim: int | None = None, *rest: Any, **opt
     return _ops.block_softmax(x.reshape(-1, *x.shape[-2:]), False).view(x.shape)
 
 
+@_in_place_of("scaled_dot_product_attention")
 def _attention(
     func: Callable[..., Tensor],
     query: Tensor,
@@ -178,15 +197,6 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, has_mask_gradient: bool
     lengths = query.shape[2] and key.shape[2]
     strides = {t.stride(-1) for t in (query, key, value)}
     return bool(lengths) and query.shape[3] == value.shape[3] and strides == {1} and not has_mask_gradient
-
-
-_BY_NAME: dict[str, Callable[..., Tensor]] = {
-    "scaled_dot_product_attention": _attention, "silu": _silu, "gelu": _gelu, "sigmoid": _sigmoid, "bmm": _matmul,
-    "_softmax": _softmax, "expand": _expand,
-}  # fmt: skip
-REPLACEMENTS: dict[Any, Callable[..., Tensor]] = {
-    function: _BY_NAME[name] for name, functions in REPLACED.items() for function in functions
-}
 
 
 @dataclass

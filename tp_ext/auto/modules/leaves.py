@@ -26,7 +26,7 @@ from tp_ext.sharding import Layout, Sharding
 from tp_ext.share_sizes import Weights
 
 CONVERSIONS = ("_to_copy", "to")
-CALLS = ["pow", "mean", "add", "rsqrt", "mul", "mul"]  # of an RMS norm
+CALLS = "pow mean add rsqrt mul mul"  # of an RMS norm
 
 
 class EnteredColumnLinear(ColumnParallelLinear):
@@ -256,7 +256,7 @@ def epsilon_of(module: nn.Module, weight: Tensor) -> float | None:
     if any(tensor.dtype.itemsize < weight.dtype.itemsize for step in record.steps for tensor in step.outputs):
         return None  # it computes in fp32 what is fp64
     steps = [step for step in record.steps if step.name not in CONVERSIONS]
-    if [step.name for step in steps] != CALLS:
+    if " ".join(step.name for step in steps) != CALLS:
         return None
 
     def source(tensor: Any) -> Any:

@@ -31,9 +31,10 @@ POINTWISE = {
     "__radd__", "__rsub__",
 }  # fmt: skip
 IN_PLACE = {
-    **{f"{name}_": getattr(Tensor, name) for name in ("mul", "div", "add", "sub")}, "__imul__": Tensor.mul,
-    "__itruediv__": Tensor.div, "__iadd__": Tensor.add, "__isub__": Tensor.sub,
-}  # fmt: skip
+    f"__i{name.strip('_')}__" if name.startswith("_") else f"{name}_": getattr(Tensor, name)
+    for name in POINTWISE
+    if not name.startswith("__r")
+}
 LOCAL = {
     "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "requires_grad_", "is_contiguous",
     "get_device", "register_hook", "retain_grad", "backward", "data_ptr", "storage_offset", "stride",

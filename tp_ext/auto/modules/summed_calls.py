@@ -17,7 +17,7 @@ from tp_ext.auto.modules.random_draws import SharedMode, is_in_checkpoint
 from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.keywords import by_place
-from tp_ext.auto.record.rules import SUMMED_CALLS
+from tp_ext.auto.record.operators import SUMMED_CALLS
 from tp_ext.conversions import R
 from tp_ext.group import ParallelGroup
 

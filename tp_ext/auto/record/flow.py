@@ -30,18 +30,10 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from tp_ext.auto.record.arguments import with_tensors
 from tp_ext.auto.record.numbers import ReadNumbers, has_values, read_ids
+from tp_ext.auto.record.operators import operator_of, row_of
 from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.record.trace import Arguments, arguments, is_of_fakes, trace
 
-# Their numbers are those of a tensor, of which a plan knows no values: none but that it is zero matters
-NUMERIC = {
-    "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "true_divide", "__add__", "__radd__",
-    "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__", "__rtruediv__",
-    "__itruediv__", "__rdiv__", "__div__", "__idiv__", "dropout", "tensor", "as_tensor", "full", "full_like", "fill_",
-    "new_full", "new_tensor", "scalar_tensor", "clamp", "clamp_", "clamp_min", "clamp_max", "clip", "clip_",
-    "masked_fill", "masked_fill_", "gt", "lt", "ge", "le", "eq", "ne", "__gt__", "__lt__", "__ge__", "__le__",
-    "__eq__", "__ne__",
-}  # fmt: skip
 # They call functions of torch to save and restore the state of generators
 MACHINERY = ("torch.utils.checkpoint", "torch.random", "torch.cuda", "torch.autograd")
 NUMBERS = (int, float)
@@ -148,7 +140,10 @@ class _FlowRecorder(TorchFunctionMode):
         caller = sys._getframe(1)
         ignored = is_of_fakes(caller) or str(caller.f_globals.get("__name__")).startswith(MACHINERY)
         sizes = len(self.sizes)
-        given = "" if ignored else self.text([list(args), kwargs], getattr(func, "__name__", "") in NUMERIC)
+        name = operator_of(func)
+        # Of a tensor, too, a plan knows no numbers
+        numeric = row_of(name).numeric or name in ("tensor", "as_tensor", "new_tensor")
+        given = "" if ignored else self.text([list(args), kwargs], numeric)
         result = func(*args, **kwargs)
         results = [t for _, t in tensors(result)]
         # What returns no tensor reads a property, if it is no assignment

@@ -4,9 +4,14 @@ An operator that writes in place has the row of the name without the underscore,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,9 @@ class OperatorRow:
         shares_memory: in the memory of that tensor.
         splits: a result is a span of one of its dims.
         looks_up: rows of a table.
-        linear: in the ``"first"`` tensor, whatever the others are; in each of two ``"factors"``; likewise, with
-            the first tensor ``"added"``; in the ``"source"`` that is written into the first one.
+        linear: in the ``"first"`` tensor, whatever the others are, or, if it does not round, in the ``"dividend"``; in
+            each of two ``"factors"``; likewise, with the first tensor ``"added"``; in the ``"source"`` that is written
+            into the first one; in the first one ``"filled"`` with zeros; in all that are ``"joined"``; in ``"terms"``.
         source: the place of that argument.
         most_arguments: with more of them it reduces.
         zeros: all numbers of the result are zero.
@@ -33,6 +39,10 @@ class OperatorRow:
         product: of matrices, by a kernel of its own.
         backward_reads: nothing but the gradient, or its result; else its inputs.
         is_sum: over dims, and what follows from the sum alone: a call may complete it over the ranks.
+        completed: a plan completes the sums of calls of the functions with this name.
+        replaced: names of the functions that run it and that ``invariant_blocks`` replaces, since its result depends on
+            the shard or on the number of threads.
+        numeric: a number among its arguments is one of a tensor: none but that it is zero matters for a plan.
         sizes: the place of the sizes among the arguments of the function with this name.
         reads_rows: as often as they occur in the result.
         free: it runs no kernel, though its result has memory of its own.
@@ -43,7 +53,7 @@ class OperatorRow:
     shares_memory: bool = False
     splits: bool = False
     looks_up: bool = False
-    linear: Literal["", "first", "factors", "added", "source"] = ""
+    linear: Literal["", "first", "dividend", "factors", "added", "source", "filled", "joined", "terms"] = ""
     source: int = 0
     most_arguments: int = 4
     zeros: bool = False
@@ -54,6 +64,9 @@ class OperatorRow:
     product: bool = False
     backward_reads: Literal["inputs", "nothing", "result"] = "inputs"
     is_sum: bool = False
+    completed: bool = False
+    replaced: str = ""
+    numeric: bool = False
     sizes: int = 0
     reads_rows: bool = False
     free: bool = False
@@ -90,7 +103,16 @@ ROWS = [
         exact="moved",
         backward_reads="nothing",
     ),
-    *_rows("expand", view=True, shares_memory=True, linear="first", exact="moved", backward_reads="nothing", sizes=1),
+    *_rows(
+        "expand",
+        view=True,
+        shares_memory=True,
+        linear="first",
+        exact="moved",
+        backward_reads="nothing",
+        sizes=1,
+        replaced="expand",
+    ),
     *_rows(
         "_reshape_alias _unsafe_view permute select squeeze t transpose unbind unsqueeze",
         view=True,
@@ -124,12 +146,18 @@ ROWS = [
     *_rows("contiguous", dims="pointwise", linear="first", exact="moved"),
     *_rows("narrow", linear="first", exact="moved"),
     *_rows("tril triu", dims="* m^ n^ -> * m^ n^", linear="first", exact="moved"),
-    *_rows("mul", linear="factors", exact="pointwise"),
+    *_rows("mul", linear="factors", exact="pointwise", numeric=True),
     *_rows("addmm baddbmm", linear="added", product=True),
-    *_rows("bmm", dims="b m k+, b k+ n -> b m n", linear="factors", product=True),
+    *_rows(
+        "bmm",
+        dims="b m k+, b k+ n -> b m n",
+        linear="factors",
+        product=True,
+        replaced="bmm matmul __matmul__",
+    ),
     *_rows("mm", dims="m k+, k+ n -> m n", linear="factors", product=True),
     *_rows("gather index index_select", linear="first", backward_reads="nothing", reads_rows=True),
-    *_rows("mean sum", dims="reduction", linear="first", backward_reads="nothing", is_sum=True),
+    *_rows("mean sum", dims="reduction", linear="first", backward_reads="nothing", is_sum=True, completed=True),
     *_rows("_fused_rms_norm native_layer_norm", is_sum=True),
     *_rows("_conj positive", dims="pointwise", linear="first"),
     *_rows("cumsum", dims="reduction", linear="first"),
@@ -141,9 +169,11 @@ ROWS = [
     *_rows("new_zeros", zeros=True, uniform=True, gradient=False, exact="moved"),
     *_rows("zeros_like", zeros=True, uniform=True, gradient=False, exact="moved", backward_reads="nothing"),
     *_rows("zero", dims="pointwise", zeros=True, exact="moved"),
-    *_rows("empty empty_strided full ones scalar_tensor", uniform=True),
+    *_rows("empty empty_strided ones", uniform=True),
+    *_rows("full scalar_tensor", uniform=True, numeric=True),
     *_rows("new_empty_strided", uniform=True, gradient=False),
-    *_rows("empty_like full_like new_empty new_full new_ones ones_like", uniform=True, gradient=False, exact="moved"),
+    *_rows("empty_like new_empty new_ones ones_like", uniform=True, gradient=False, exact="moved"),
+    *_rows("full_like new_full", uniform=True, gradient=False, exact="moved", numeric=True),
     *_rows("argmax argmin argsort", dims="reduction", gradient=False),
     *_rows(
         "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout "
@@ -151,23 +181,40 @@ ROWS = [
         "uniform_",
         draws=True,
     ),
-    *_rows("add rsub sub", exact="scaled", backward_reads="nothing"),
-    *_rows("cat constant_pad_nd stack", exact="moved", backward_reads="nothing"),
-    *_rows("dropout where", exact="pointwise", backward_reads="nothing"),
-    *_rows("masked_fill", dims="pointwise", exact="pointwise", backward_reads="nothing"),
+    *_rows("add rsub sub", linear="terms", exact="scaled", backward_reads="nothing", numeric=True),
+    *_rows("constant_pad_nd", linear="filled", exact="moved", backward_reads="nothing"),
+    *_rows("cat stack", linear="joined", exact="moved", backward_reads="nothing"),
+    *_rows("where", exact="pointwise", backward_reads="nothing"),
+    *_rows("dropout", exact="pointwise", backward_reads="nothing", numeric=True),
+    *_rows(
+        "masked_fill",
+        dims="pointwise",
+        linear="filled",
+        exact="pointwise",
+        backward_reads="nothing",
+        numeric=True,
+    ),
     *_rows("exp reciprocal relu sqrt tanh", exact="pointwise", backward_reads="result"),
     *_rows(
-        "abs bitwise_and bitwise_not clamp clamp_max clamp_min cos div eq erf ge gt hardtanh le leaky_relu log "
-        "log1p logical_and logical_not lt maximum minimum ne pow sign sin square threshold",
+        "abs bitwise_and bitwise_not cos erf hardtanh leaky_relu log log1p logical_and logical_not maximum minimum "
+        "pow sign sin square threshold",
         exact="pointwise",
     ),
+    *_rows("clamp clamp_max clamp_min clip eq ge gt le lt ne", exact="pointwise", numeric=True),
+    *_rows("div true_divide", linear="dividend", exact="pointwise", numeric=True),
     *_rows("hardswish", dims="pointwise", exact="pointwise"),
-    *_rows("fill to", dims="pointwise", exact="moved"),
+    *_rows("to", dims="pointwise", exact="moved"),
+    *_rows("fill", dims="pointwise", exact="moved", numeric=True),
     *_rows("flatten movedim", exact="moved"),
     *_rows("unflatten", exact="moved", sizes=2),
     *_rows("_grouped_mm convolution linear", product=True),
-    *_rows("_log_softmax _softmax", dims="reduction", backward_reads="result"),
-    *_rows("rsqrt sigmoid", backward_reads="result"),
+    *_rows("_log_softmax", dims="reduction", backward_reads="result"),
+    *_rows("_softmax", dims="reduction", backward_reads="result", replaced="softmax"),
+    *_rows("rsqrt", backward_reads="result"),
+    *_rows("sigmoid", backward_reads="result", replaced="sigmoid"),
+    *_rows("gelu", replaced="gelu"),
+    *_rows("silu", replaced="silu"),
+    *_rows("scaled_dot_product_attention", replaced="scaled_dot_product_attention"),
     *_rows("sort topk", dims="reduction", backward_reads="nothing"),
     *_rows("lift_fresh", dims="pointwise", exact="moved", free=True),
     *_rows("squeeze_ unsqueeze_", free=True),
@@ -195,7 +242,7 @@ ROWS = [
         dims="resampled",
     ),
     *_rows("vdot", dims="k+, k+ ->"),
-    *_rows("layer_norm rms_norm", sizes=1),
+    *_rows("layer_norm rms_norm", sizes=1, completed=True),
 ]
 OPERATORS: dict[str, OperatorRow] = dict(ROWS)
 _DEFAULT = OperatorRow()
@@ -204,3 +251,20 @@ _DEFAULT = OperatorRow()
 def row_of(name: str) -> OperatorRow:
     """Returns what is known of an operator."""
     return OPERATORS.get(name, _DEFAULT)
+
+
+def operator_of(function: Any) -> str:
+    """Returns the name of the operator that a function of torch, or a method for a sign of Python, is named after."""
+    name = getattr(function, "__name__", "").removesuffix("_")
+    if method := re.fullmatch(r"__[ir]?(\w+)_", name):
+        return method[1].removeprefix("true")
+    return name
+
+
+def functions(names: str) -> set[Any]:
+    """Returns the functions and methods of torch with these names."""
+    return {getattr(where, name) for where in (torch, F, Tensor) for name in names.split() if hasattr(where, name)}
+
+
+SUMMED_CALLS = {f: name for name, row in OPERATORS.items() if row.completed for f in functions(name)}
+"""Functions whose sums over a sharded dim a plan completes inside of the call -> their name."""

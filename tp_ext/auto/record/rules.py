@@ -15,17 +15,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, Dim, Reason, length, pin, unify
-from tp_ext.auto.record.operators import row_of
-
-SUMMED_CALLS: dict[Any, str] = {
-    torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum", F.layer_norm: "layer_norm",
-    torch.layer_norm: "layer_norm", F.rms_norm: "rms_norm", torch.rms_norm: "rms_norm",
-}  # fmt: skip
-"""Functions whose sums over a sharded dim a plan completes inside of the call -> their name."""
+from tp_ext.auto.record.operators import SUMMED_CALLS, row_of
 
 
 class Labels(Protocol):

@@ -394,7 +394,7 @@ def users_of_parameters(record: Record) -> dict[int, set[str]]:
     """Returns the modules that multiply or look up each parameter, by id."""
     modules_of = dict[int, set[str]]()
     for step in record.steps:
-        if step.name not in {"mm", "addmm", "bmm"} and not row_of(step.name).looks_up:
+        if not row_of(step.name).product and not row_of(step.name).looks_up:
             continue
         for tensor in step.inputs:
             while id(tensor) in record.maker and row_of(record.maker[id(tensor)].name).view:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import DirectCall
-from tp_ext.auto.record.operators import row_of
+from tp_ext.auto.record.operators import OPERATORS, functions, row_of
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries
 from tp_ext.auto.search.flow import PARTIAL, Finder
@@ -29,15 +27,7 @@ if TYPE_CHECKING:
     from tp_ext.auto.search.plans import Plan
 
 POWERS = (2, 3)
-REPLACED: dict[str, set[Any]] = {
-    "scaled_dot_product_attention": {F.scaled_dot_product_attention},
-    "silu": {F.silu},
-    "gelu": {F.gelu},
-    "sigmoid": {torch.sigmoid, Tensor.sigmoid},
-    "bmm": {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm},
-    "_softmax": {F.softmax, torch.softmax, Tensor.softmax},
-    "expand": {Tensor.expand},
-}
+REPLACED = {name: functions(row.replaced) for name, row in OPERATORS.items() if row.replaced}
 """Operators whose result depends on the shard or the number of threads -> the functions that are replaced in calls of
 the model (:mod:`tp_ext.auto.modules.block_functions`)."""
 

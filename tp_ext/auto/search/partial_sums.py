@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import LeafPath
-from tp_ext.auto.record.operators import row_of
+from tp_ext.auto.record.operators import SUMMED_CALLS, row_of
 from tp_ext.auto.record.record import ModuleCall, Record, Step
-from tp_ext.auto.record.rules import SUMMED_CALLS
 from tp_ext.auto.search.reasons import Problem
 
 
@@ -182,30 +181,27 @@ def base_name(step: Step) -> str:
 def stays_partial(finder: PartialSums, step: Step, inside: list[Tensor]) -> bool:
     """True if an operator's result is a partial sum: linear in the partial tensors ``inside``, which it has as
     arguments, and nothing added to them that is on every rank."""
-    name, partial = base_name(step), finder.partial
-    row = row_of(name)
+    row, partial = row_of(base_name(step)), finder.partial
     if not all(t.is_floating_point() or t.is_complex() for t in step.outputs):
         return False  # a conversion to integers rounds
     # From here on by operator: linear in what is partial, with nothing added that is on every rank
     if row.linear == "source" and step.kwargs.get("reduce") is None and len(step.args) <= row.most_arguments:
         return _write_stays_partial(finder, step, row.source)
-    # An index that is a partial sum itself has no value yet
-    if row.linear == "first":
-        return id(step.inputs[0]) in partial and len(inside) == 1
+    # An index that is a partial sum itself has no value yet, and in a divisor nothing is linear. Rounding after a
+    # division of terms is not that of the division of their sum
+    if row.linear in ("first", "dividend"):
+        return id(step.inputs[0]) in partial and len(inside) == 1 and step.kwargs.get("rounding_mode") is None
     # A product of two partial sums is not the sum of the products
     if row.linear == "factors":
         return len(inside) == 1
-    # Rounding after a division of terms is not that of the division of their sum; a partial divisor is not linear
-    if name == "div":
-        return len(inside) == 1 and id(step.inputs[0]) in partial and step.kwargs.get("rounding_mode") is None
     # Zeros are the sum of zeros; any other number would be added by every rank
-    if name in ("constant_pad_nd", "masked_fill"):
+    if row.linear == "filled":
         filled = _argument(step, 2, "value", 0)
         return len(inside) == 1 and not isinstance(filled, Tensor) and filled == 0
     # A replicated part of the result would be summed with the others, p times
-    if name in ("cat", "stack"):
+    if row.linear == "joined":
         return len(inside) == len(step.inputs)
-    if name in ("add", "sub", "rsub"):
+    if row.linear == "terms":
         numbers = [a for a in step.args[:2] if not isinstance(a, Tensor) and a != 0]
         others = [t for t in step.inputs if id(t) not in partial]
         # What p ranks add is added p times; a parameter can be divided by p first, a number of the code cannot

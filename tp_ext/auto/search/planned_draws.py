@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tp_ext.auto.record.dims import Atom, atoms, atoms_in
 from tp_ext.auto.record.edits import OTHER, Draw
+from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record
 from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
 from tp_ext.auto.search.reasons import Problem
@@ -64,7 +65,9 @@ class _DrawFinder:
         self.record, self.decisions, self.p, self.local, self.tokens = record, decisions, p, local, tokens
         self.constant, self.fixed = constant_atoms(record), constant_atoms(record, buffers=False)
         for step in record.steps:
-            if step.name in ("mm", "addmm"):  # the features of an input, which a weight fixes
+            if (
+                row_of(step.name).product and step.inputs[-1].dim() == 2
+            ):  # the features of an input, which a weight fixes
                 self.fixed |= set(atoms(step.contracted))
         self.sizes: list[dict[Atom, int]] = [{} for _ in range(p)]
         for decision in decisions:

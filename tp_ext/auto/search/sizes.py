@@ -21,9 +21,6 @@ from tp_ext.auto.record.forwards import run_forward
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.operators import row_of
 
-NORMS = "layer_norm", "rms_norm"  # their sizes are the last of their argument
-SPLITS = "split", "split_with_sizes"  # the other sizes are lengths of results: those that give a shape are equal to it
-
 
 @dataclass
 class SizeArguments:
@@ -36,6 +33,11 @@ class SizeArguments:
         return self.rebuilt([changes.get(i, value) for i, value in enumerate(self.values)])
 
 
+def _gives_shape(name: str) -> bool:
+    """True if the sizes of a call are the shape of its result."""
+    return row_of(name).view and not row_of(name).splits
+
+
 def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with, by their place; None: it is another function, or they are no
     integers."""
@@ -45,7 +47,7 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeAr
         return None
     value, end = args[place], place + 1
     # Only these take their sizes as separate arguments, as in view(b, 12, 64)
-    if name in ("view", "reshape", "expand") and type(value) is int:
+    if _gives_shape(name) and type(value) is int:
         value, end = tuple(args[place:]), len(args)
     values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
     # view(dtype) has no sizes, and symbolic sizes of a compiler no numbers
@@ -105,7 +107,8 @@ class Observer(TorchFunctionMode):
         changes: dict[int, int] = {}
         shapes = self.matching(module, name, args, sizes)
         # A call that is right with its own sizes, by -1 or a local integer, needs no change
-        if shapes is not None and not (name in SPLITS and _gives(func, args, kwargs, shapes)):
+        # Of a shape, what gives it is equal to it
+        if shapes is not None and not (row_of(name).splits and _gives(func, args, kwargs, shapes)):
             wanted = _wanted(name, args, kwargs, sizes, shapes)
             pairs = enumerate(zip(sizes.values, wanted, strict=True))
             changes = {i: new for i, (old, new) in pairs if old not in (new, -1)}
@@ -133,7 +136,7 @@ class Observer(TorchFunctionMode):
             # A view has the elements of its input. Only expand repeats them
             elements = sum(torch.Size(shape).numel() for shape in shapes)
             if name == other and (name == "expand" or elements == args[0].numel()):
-                fits = len(sizes.values) == len(shapes[0]) if name in ("view", "reshape", "expand") else True
+                fits = len(sizes.values) == len(shapes[0]) if _gives_shape(name) else True
                 if fits and (name != "split_with_sizes" or len(shapes) == len(sizes.values)):
                     self.next[module] = i + 1
                     return shapes
@@ -165,12 +168,12 @@ def _gives(func: Any, args: Any, kwargs: Any, shapes: Sequence[tuple[int, ...]])
 def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """The sizes with which a call has results of these shapes; those given, if there are none."""
     number = len(sizes.values)
-    if name.startswith("split"):
+    if row_of(name).splits:
         dim = args[2] if len(args) > 2 else 0
         lengths = [shape[dim] for shape in shapes]
         # One size is that of all parts but the last. Another number of sections belongs to another call
         return lengths[:number] if number in (1, len(lengths)) else sizes.values
-    if name in NORMS:
+    if row_of(name).completed:  # a norm, of the last dims
         return list(shapes[0][-number:])
     if name == "unflatten":
         dim = args[1] % args[0].dim()

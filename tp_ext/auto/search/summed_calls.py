@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tp_ext.auto.record.dims import Atom, atoms_in
 from tp_ext.auto.record.edits import Conversion, Factor
+from tp_ext.auto.record.operators import SUMMED_CALLS
 from tp_ext.auto.record.record import ModuleCall, Record, Step
-from tp_ext.auto.record.rules import SUMMED_CALLS
 from tp_ext.auto.search.choose import Decision, carries
 from tp_ext.auto.search.partial_sums import PartialSums
 from tp_ext.auto.search.reasons import Problem
