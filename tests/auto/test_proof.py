@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.helpers.same_values import same_gradients, same_values
 from tp_ext import auto
+from tp_ext.auto.proof.proven_plan import Prover
 from tp_ext.auto.record.dims import by_atom, contains
 from tp_ext.auto.search import localize, rounds
 from tp_ext.auto.search.choose import decisions
@@ -375,3 +377,43 @@ def test_candidates_are_computed_once_for_all_reasons(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rounds, "decisions", counted)
     plan = auto.plan(nn.Sequential(*(Base() for _ in range(6))).double(), (X,), 2, prove="shapes")
     assert sum("leaves fewer bytes" in reason for reason in plan.whole.values()) >= 6 and calls == 1
+
+
+class Blocks(nn.Module):
+    """MLPs of different widths, whose weights are kinds of their own; ``f(x, i, widths)`` is what follows block i."""
+
+    def __init__(self, number: int, f: Callable[[Tensor, int, list[int]], Tensor]) -> None:
+        super().__init__()
+        self.after = f
+        for i in range(number):
+            setattr(self, chr(ord("a") + i), nn.Sequential(nn.Linear(8, 16 + i), nn.GELU(), nn.Linear(16 + i, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        widths: list[int] = []
+        for i, (up, act, down) in enumerate(self.children()):
+            hidden = act(up(x))
+            widths.append(hidden.shape[-1])
+            x = self.after(x + down(hidden), i, widths)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("number", "f", "wrong"),
+    [
+        (16, lambda x, i, widths: x / (widths[i] if i == 5 else 1), "f"),
+        (8, lambda x, i, widths: x / (widths[i] if i in (1, 6) else 1), "bg"),
+        (8, lambda x, i, widths: x * (1 + (i == 7 and widths[1] < 17 and widths[6] < 22)), "b"),
+        (1, lambda x, i, widths: x / widths[i], "a"),
+    ],
+    ids=["one of 16", "two of 8", "two together", "one of one"],
+)
+def test_few_blocks_are_left_whole_after_few_runs(
+    number: int, f: Callable[..., Tensor], wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    tried = Prover._tried
+    monkeypatch.setattr(Prover, "_tried", lambda *args, **options: (runs.append(args), tried(*args, **options))[1])
+    plan = auto.plan(Blocks(number, f), (torch.randn(3, 8),), 2)
+    assert plan.proof == "values" and "".join(sorted(n[0] for n in plan.whole if n.endswith("0.weight"))) == wrong
+    # Two halves at each level, the whole before and after, and the line of the difference
+    assert len(runs) <= 2 * len(wrong) * math.log2(number) + 3, len(runs)

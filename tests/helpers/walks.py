@@ -29,6 +29,7 @@ WALKS = {  # module of the package, function or method, argument
     "save_checkpoint": ("checkpoint.directory", "module"),
     "ParallelMoE.forward": ("nn.moe.moe", "x"),
     "plan": ("auto.planner", "model"),
+    "_decided": ("auto.planner", "planner"),  # a plan that has been traced
     "apply": ("auto.apply_plan", "model"),
     "parallelize": ("parallel.run", "model"),
     "from_pretrained": ("huggingface.load", "path"),

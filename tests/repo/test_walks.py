@@ -13,7 +13,7 @@ def package():
     return Package(ROOT)
 
 
-@pytest.mark.parametrize("call, stays", [("save_checkpoint", 12), ("parallelize", 30)])
+@pytest.mark.parametrize("call, stays", [("save_checkpoint", 12), ("parallelize", 30), ("_decided", 60)])
 def test_walks_are_short(package, call, stays):
     walk = walk_of(call, package)
     assert len(walk.stays) <= stays, "\n".join(walk.stays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -37,7 +37,6 @@ from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.reasons import TOKEN_SUMS, kind_of, traced
 from tp_ext.auto.search.rounds import POSSIBLE, Planner
 from tp_ext.conversions import P, S
-from tp_ext.sharding import Sharding
 from tp_ext.share_sizes import Weights
 
 
@@ -169,12 +168,33 @@ class Prover:
             reason = f"values differ when it is sharded on its tokens: {text}"
             wrong = {s for s in sources if self._tried(only, dict.fromkeys(sources - {s}, text))}
             return {TOKEN_SUMS: dict.fromkeys(wrong or sources, reason)}
-        # Each group of weights that are sharded together alone: which of them is wrong
-        reasons: dict[str, str] = {}
-        for group in self._groups(only):
-            if reason := self._tried({name: only[name] for name in group}, locate=True):
-                reasons.update(dict.fromkeys(map(kind_of, group), f"values differ when it is sharded: {reason}"))
-        return reasons or dict.fromkeys(map(kind_of, only), f"values differ: {self._tried(only, locate=True) or text}")
+        return self._wrong(only, self._groups(only) or [list(only)], text)
+
+    def _wrong(
+        self, only: Mapping[str, int], groups: Sequence[list[str]], text: str, is_located: bool = False
+    ) -> dict[str, str]:
+        """Returns the kinds of few groups by which values differ, of groups with which they do, with the reason.
+
+        Each half is tried alone, so that one group among n is found in about 2 log2(n) runs. Where no half differs,
+        groups of both do so together, and the last one without which nothing differs is left whole.
+        """
+
+        def tried(some: Sequence[list[str]], locate: bool) -> str:
+            return self._tried({name: only[name] for group in some for name in group}, locate=locate)
+
+        wrong: dict[str, str] = {}
+        low, high = len(groups) // 2, len(groups)
+        for half in (groups[:low], groups[low:]) if low else ():
+            if different := tried(half, locate=len(half) == 1):
+                wrong |= self._wrong(only, half, different, len(half) == 1)
+        if wrong:
+            return wrong
+        while high - low > 1:  # the first `low` do not differ, the first `high` do
+            middle = (low + high) // 2
+            low, high = (low, middle) if tried(groups[:middle], locate=False) else (middle, high)
+        reason = text if is_located else tried(groups[:high], locate=True) or text
+        when = "when it is sharded" if high == 1 else "when it is sharded with others"
+        return dict.fromkeys(map(kind_of, groups[high - 1]), f"values differ {when}: {reason}")
 
     def _edits_in(self, layer: str) -> str:
         """What the plan that is carried out does in a layer, as text that is the same for layers alike."""
@@ -354,7 +374,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
     roles = {n: role for n, role in plan.roles.items() if role == "attention" or isinstance(modules[n], nn.Linear)}
     equal: dict[str, Any] = {"copies": 1, "groups": 1, "blocks": 0, "shares": None}
     shardings = {
-        name: Sharding(sharding.dim, [replace(part, **equal) for part in sharding.parts])
+        name: replace(sharding, parts=[replace(part, **equal) for part in sharding.parts])
         for name, sharding in plan.shardings.items()
         if name.rpartition(".")[0] in roles
     }
