@@ -374,7 +374,7 @@ def for_one_rank(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
     roles = {n: role for n, role in plan.roles.items() if role == "attention" or isinstance(modules[n], nn.Linear)}
     equal: dict[str, Any] = {"copies": 1, "groups": 1, "blocks": 0, "shares": None}
     shardings = {
-        name: replace(sharding, parts=[replace(part, **equal) for part in sharding.parts])
+        name: replace(sharding, parts=tuple(replace(part, **equal) for part in sharding.parts))
         for name, sharding in plan.shardings.items()
         if name.rpartition(".")[0] in roles
     }
