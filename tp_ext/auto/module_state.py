@@ -363,15 +363,6 @@ def is_inside(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def replaced_modules(changes: Iterable[Path]) -> list[str]:
-    """The names of the modules that have been replaced, or are new."""
-    return [_child(path) for path in changes if path[1] == "_modules"]
-
-
-def _child(path: Path) -> str:
-    return f"{path[0]}.{path[2]}" if path[0] else path[2]
-
-
 def sentence(changes: dict[Path, str]) -> str:
     """Names what has changed."""
     parts = []

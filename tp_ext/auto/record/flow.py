@@ -66,17 +66,6 @@ class CallFlow:
         return () if self.read is None else self.read.numbers()
 
 
-def leaves_of(args: Any, kwargs: Any) -> list[Any]:
-    """The lengths and the numbers of a call's arguments, in the order of :class:`Symbols`."""
-    values: list[Any] = []
-    for leaf in tree_flatten((args, kwargs))[0]:
-        if isinstance(leaf, Tensor):
-            values += leaf.shape
-        elif is_number(leaf):
-            values.append(leaf)
-    return values
-
-
 @dataclass
 class Symbols:
     """Symbols in place of the lengths and numbers of a call."""

@@ -77,6 +77,7 @@ def _rows(names: str, **properties: Any) -> Iterable[tuple[str, OperatorRow]]:
     return ((name, row) for name in names.split())
 
 
+VIEW: dict[str, Any] = {"view": True, "shares_memory": True, "linear": "first", "exact": "moved"}
 # Measured in fp32, fp64 and bf16, forward and backward, on slices of rows: torch's kernels gave the same bits for those
 # that are exact, and others for sigmoid, SiLU, both GELUs, ELU, softplus, mish, and rsqrt in bf16; with alpha the last
 # elements of sums are rounded otherwise in bf16
@@ -84,43 +85,12 @@ ROWS = [
     *_rows("_to_copy clone", dims="pointwise", view=True, linear="first", exact="moved", backward_reads="nothing"),
     *_rows("repeat", view=True, linear="first", backward_reads="nothing"),
     *_rows("reshape", view=True, linear="first", sizes=1),
-    *_rows("chunk slice", view=True, shares_memory=True, splits=True, linear="first", exact="moved"),
-    *_rows(
-        "split split_with_sizes",
-        view=True,
-        shares_memory=True,
-        splits=True,
-        linear="first",
-        exact="moved",
-        sizes=1,
-    ),
-    *_rows(
-        "alias",
-        dims="pointwise",
-        view=True,
-        shares_memory=True,
-        linear="first",
-        exact="moved",
-        backward_reads="nothing",
-    ),
-    *_rows(
-        "expand",
-        view=True,
-        shares_memory=True,
-        linear="first",
-        exact="moved",
-        backward_reads="nothing",
-        sizes=1,
-        replaced="expand",
-    ),
-    *_rows(
-        "_reshape_alias _unsafe_view permute select squeeze t transpose unbind unsqueeze",
-        view=True,
-        shares_memory=True,
-        linear="first",
-        exact="moved",
-    ),
-    *_rows("view", view=True, shares_memory=True, linear="first", exact="moved", sizes=1),
+    *_rows("chunk slice", **VIEW, splits=True),
+    *_rows("split split_with_sizes", **VIEW, splits=True, sizes=1),
+    *_rows("alias", dims="pointwise", **VIEW, backward_reads="nothing"),
+    *_rows("expand", **VIEW, backward_reads="nothing", sizes=1, replaced="expand"),
+    *_rows("_reshape_alias _unsafe_view permute select squeeze t transpose unbind unsqueeze", **VIEW),
+    *_rows("view", **VIEW, sizes=1),
     *_rows("detach", dims="pointwise", shares_memory=True, linear="first", gradient=False, exact="moved"),
     *_rows("diagonal unfold view_as_real", shares_memory=True, linear="first", exact="moved"),
     *_rows("view_as_complex", dims="* n^ -> *", shares_memory=True, linear="first", exact="moved"),
@@ -148,13 +118,7 @@ ROWS = [
     *_rows("tril triu", dims="* m^ n^ -> * m^ n^", linear="first", exact="moved"),
     *_rows("mul", linear="factors", exact="pointwise", numeric=True),
     *_rows("addmm baddbmm", linear="added", product=True),
-    *_rows(
-        "bmm",
-        dims="b m k+, b k+ n -> b m n",
-        linear="factors",
-        product=True,
-        replaced="bmm matmul __matmul__",
-    ),
+    *_rows("bmm", dims="b m k+, b k+ n -> b m n", linear="factors", product=True, replaced="bmm matmul __matmul__"),
     *_rows("mm", dims="m k+, k+ n -> m n", linear="factors", product=True),
     *_rows("gather index index_select", linear="first", backward_reads="nothing", reads_rows=True),
     *_rows("mean sum", dims="reduction", linear="first", backward_reads="nothing", is_sum=True, completed=True),
@@ -186,14 +150,7 @@ ROWS = [
     *_rows("cat stack", linear="joined", exact="moved", backward_reads="nothing"),
     *_rows("where", exact="pointwise", backward_reads="nothing"),
     *_rows("dropout", exact="pointwise", backward_reads="nothing", numeric=True),
-    *_rows(
-        "masked_fill",
-        dims="pointwise",
-        linear="filled",
-        exact="pointwise",
-        backward_reads="nothing",
-        numeric=True,
-    ),
+    *_rows("masked_fill", dims="pointwise", linear="filled", exact="pointwise", backward_reads="nothing", numeric=True),
     *_rows("exp reciprocal relu sqrt tanh", exact="pointwise", backward_reads="result"),
     *_rows(
         "abs bitwise_and bitwise_not cos erf hardtanh leaky_relu log log1p logical_and logical_not maximum minimum "

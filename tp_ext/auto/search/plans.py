@@ -340,7 +340,7 @@ class Plan:
             lines.append(self._tokens_text())
         for text, names in _by_text({_folded(name): why for name, why in self.whole_tokens.items()}).items():
             lines.append(f"all tokens in the result of {', '.join(names)}: {text}")
-        for module, changes in _fold_values(self.patches).items():
+        for module, changes in {_folded(name): changes for name, changes in self.patches.items()}.items():
             lines.append(
                 f"patched in {module}: " + ", ".join(f"{a} {old} -> {new}" for a, (old, new) in changes.items())
             )
@@ -436,10 +436,6 @@ def _part_text(part: Part) -> str:
 def _folded(name: str) -> str:
     """A name with its numbers as ``*``: that of the same parameter in every layer."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def _fold_values(patches: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {_folded(module): changes for module, changes in patches.items()}
 
 
 def _size(number: float) -> str:

@@ -159,7 +159,9 @@ class Planner:
         ]
         finder = self.finder(decisions, roles, heads_atoms, cut)
         flow = finder.flow
-        flow.problems += [Problem(name, text) for name, text in self.record.problems if self.parameters_in(cut, name)]
+        for name, text in self.record.problems:
+            if any(not name or n.startswith(f"{name}.") for n in cut):
+                flow.problems.append(Problem(name, text))
         for decision in decisions:
             if decision.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
@@ -168,9 +170,6 @@ class Planner:
         drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
         flow.problems += undrawable(self.record, drawn, self.p, flow.local, bool(self.given))
         return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
-
-    def parameters_in(self, cut: Mapping[str, Any], name: str) -> list[str]:
-        return [n for n in cut if not name or n.startswith(f"{name}.")]
 
     def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
         """True if a decision shards heads, and embeddings tied to them, and nothing else."""

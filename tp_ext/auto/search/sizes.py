@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
@@ -179,13 +178,6 @@ def _wanted(name: str, args: Any, kwargs: Any, sizes: SizeArguments, shapes: Seq
         dim = args[1] % args[0].dim()
         return list(shapes[0][dim : dim + number])
     return list(shapes[0])
-
-
-def changes_of(ranks: Sequence[Sequence[SizeCall]]) -> list[list[tuple[str, list[tuple[int, Fraction]]]]]:
-    """The changes of a module's calls, by rank, at any batch: the share of each size that stays."""
-    return [
-        [(c.name, [(i, Fraction(local, planned)) for i, planned, local in c.changes]) for c in calls] for calls in ranks
-    ]
 
 
 class _Rewriting(TorchFunctionMode):
