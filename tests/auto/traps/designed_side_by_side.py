@@ -13,7 +13,7 @@ MORE = 2 * INNER - 4  # features of the second part: another number than those o
 Made = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
-class Beside(nn.Module):
+class Joined(nn.Module):
     """Two hidden layers, with `f(self, x, a, b)` for what is done with the features of both."""
 
     def __init__(self, f: Made) -> None:
@@ -51,19 +51,19 @@ OTHERS: dict[str, Made] = {
 }
 WHY = "the next layer has the features of a rank in two places"
 for name, f in SHARDED.items():
-    add(f"beside_{name}", functools.partial(Beside, f), WHY, share=0.9, p=(2, 3, 4))
+    add(f"joined_{name}", functools.partial(Joined, f), WHY, share=0.9, p=(2, 3, 4))
 for name, f in OTHERS.items():
-    add(f"beside_{name}", functools.partial(Beside, f), WHY, p=(2, 3))
+    add(f"joined_{name}", functools.partial(Joined, f), WHY, p=(2, 3))
 
 
 @trap("dropout masks the features of both", random=True, share=0.9)
-class BesideDropped(Beside):
+class JoinedDropped(Joined):
     def __init__(self) -> None:
         super().__init__(lambda s, x, a, b: s.c(F.dropout(joined(a, b), 0.25, s.training)))
 
 
-@trap("heads beside hidden features, as in Flux and PaLM", share=0.9, p=(2, 3, 4))
-class BesideHeads(Attention):
+@trap("heads next to hidden features, as in Flux and PaLM", share=0.9, p=(2, 3, 4))
+class JoinedHeads(Attention):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.out = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH + INNER, WIDTH)
@@ -75,7 +75,7 @@ class BesideHeads(Attention):
 
 
 @trap("the skips of a U-Net", share=0.5, p=(2, 3))
-class BesideSkips(nn.Module):
+class JoinedSkips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down1, self.down2 = nn.Linear(WIDTH, INNER), nn.Linear(INNER, MORE)
@@ -89,7 +89,7 @@ class BesideSkips(nn.Module):
 
 
 @trap("channels side by side", images, share=0.9, p=(2, 3))
-class BesideChannels(nn.Module):
+class JoinedChannels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(3, 20, 1), nn.Conv2d(32, 4, 3)

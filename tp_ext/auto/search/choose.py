@@ -41,7 +41,7 @@ class Decision:
 
     ``group``: the atom sharded further where ``atom`` has fewer elements than ranks: the query heads of each KV head.
     ``blocks``: those of ``tp_invariant`` that the atom is cut into; 0: it is not cut so. ``shares``: of the ranks.
-    ``beside``: atoms that are sharded with it, since an operator sums over all of them: features side by side.
+    ``joint``: atoms that are sharded with it, since an operator sums over all of them: features side by side.
     """
 
     atom: Atom
@@ -49,13 +49,13 @@ class Decision:
     group: Atom | None = None
     blocks: int = 0
     shares: Weights | None = None
-    beside: tuple[Atom, ...] = ()
+    joint: tuple[Atom, ...] = ()
     parameters: dict[str, Cut] = field(default_factory=dict)
 
     @property
     def slowest(self) -> list[Atom]:
         """The sharded atoms that are the slowest of dims."""
-        return [self.atom, *self.beside]
+        return [self.atom, *self.joint]
 
     @property
     def sharded(self) -> list[Atom]:
@@ -177,10 +177,10 @@ def _side_by_side(
         joined.update(dict.fromkeys(group, group))
     decided: dict[Atom, Decision] = {}
     for group in {id(group): group for group in joined.values() if len(group) > 1}.values():
-        atom, *beside = group
+        atom, *joint = group
         alone = [_decision(member, p, by_atom, blocks, shares) for member in group]
         if all(decision is not None and decision.group is None and not decision.atom.pinned for decision in alone):
-            decision = Decision(atom, p, blocks=blocks, shares=shares, beside=tuple(beside))
+            decision = Decision(atom, p, blocks=blocks, shares=shares, joint=tuple(joint))
             decided.update(dict.fromkeys(group, decision))
     return decided
 
