@@ -53,22 +53,30 @@ def meet_once(layer: Any) -> None:
     if "_compiled_call_impl" in layer.__dict__:
         return
     if any(module.tp_group == layer.tp_group for module in layer.modules() if "has_met" in module.__dict__):
-        layer._compiled_call_impl = None  # a layer inside has met them when its weights were drawn
+        need_not_meet(layer)  # a layer inside has met them when its weights were drawn
     elif _check_same(layer.tp_group, None):
-        layer.has_met, layer._compiled_call_impl = True, None
+        layer.has_met = True
+        need_not_meet(layer)
+
+
+def need_not_meet(layer: nn.Module) -> None:
+    """Notes that a layer has nothing, or nothing more, to compare with the other ranks at its first call or draw."""
+    # torch's own attribute: that of a layer that has been compiled stays
+    vars(layer).setdefault("_compiled_call_impl", None)
 
 
 def know_that_they_agree(model: nn.Module) -> None:
     """Notes that the ranks have compared what the layers inside are made by: they need not meet."""
     for layer in model.modules():
-        if isinstance(getattr(type(layer), "_compiled_call_impl", None), FirstCall):
-            vars(layer).setdefault("_compiled_call_impl", None)
+        # Of any class above it: dropout, too, which meets them where it draws
+        if any(isinstance(vars(cls).get("_compiled_call_impl"), FirstCall) for cls in type(layer).__mro__):
+            need_not_meet(layer)
 
 
 def take_shares(layer: Any, activations: str) -> None:
     """Sets the shares of a layer that is built, from the context; see :func:`layer_shares` for the errors."""
     if (shares := layer_shares(layer.tp_group)) is not None or layer.tp_group.size == 1:
-        layer._compiled_call_impl = None
+        need_not_meet(layer)
     if shares is not None:
         refuse_in_shares(
             weight_group=layer.weight_group.size > 1 and f"{layer.weight_group.size} ranks",

@@ -19,7 +19,7 @@ from tp_ext.invariance import (
     using_blocks,
 )
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
-from tp_ext.model.layer_shares import FirstCall, layer_shares
+from tp_ext.model.layer_shares import FirstCall, layer_shares, need_not_meet
 from tp_ext.model.same_input import DebugMode, check_same_input
 from tp_ext.nn.loss_of_sizes import check_sizes, cross_entropy_of_sizes
 from tp_ext.sharding import split_sizes
@@ -233,7 +233,7 @@ class VocabParallelCrossEntropy(nn.Module):
         context = layer_shares(self.tp_group)
         self.shares = None if context is None else context.weights
         if self.shares is not None or self.tp_group.size == 1:
-            self._compiled_call_impl = None
+            need_not_meet(self)
         if self.shares is not None and vocab_size is None:
             raise ValueError("vocab_size: None must be the size of the vocabulary in tp_ext.shares")
         if vocab_size is not None:

@@ -12,6 +12,7 @@ from tp_ext._checks import check_flag, check_number, refuse_group
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.invariance import block_start, blocks_of_rank, blocks_of_ranks, refuse_compiled
 from tp_ext.model.fused_paths import is_plain
+from tp_ext.model.layer_shares import need_not_meet
 from tp_ext.model.module import ParallelModule
 from tp_ext.random import Constant
 from tp_ext.sharding import Sharding
@@ -43,7 +44,7 @@ class _Norm(ParallelModule):
         refuse_group(normalized_shape=normalized_shape)
         super().__init__(group, sequence_parallel=sequence_parallel, weight_group=weight_group, activations=activations)
         if not sequence_parallel:
-            self._compiled_call_impl = None  # it has nothing to do with other ranks
+            need_not_meet(self)  # it has nothing to do with other ranks
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
         if not shape or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in shape):
             raise ValueError(f"normalized_shape: {normalized_shape!r} must be one or more integers of at least 1")
