@@ -71,6 +71,7 @@ def _tagged() -> nn.Module:
     for i, (name, param) in enumerate(dense.named_parameters()):
         param.tag, param.lr_scale, param.mask, param.other = name, {"scale": i}, param.detach() > 0, torch.zeros(3)
         param.requires_grad_(i % 2 == 0)
+        param.grad = 3 * param.detach() if i % 4 == 0 else None
     return dense
 
 
@@ -81,7 +82,8 @@ def _keeps(group: Any, how: str) -> int:
         full = expected[name]
         assert (param.tag, param.lr_scale, param.other.tolist()) == (full.tag, full.lr_scale, [0.0] * 3)
         assert param.requires_grad == full.requires_grad
-        assert param.grad is None
+        assert (param.grad is None) == (full.grad is None)
+        assert param.grad is None or torch.equal(param.grad, 3 * param.detach())
         assert torch.equal(param.mask, param.detach() > 0)
         sharded += param.shape != full.shape
     return sharded
@@ -92,6 +94,78 @@ def _keeps(group: Any, how: str) -> int:
 def test_shards_have_the_attributes_of_their_parameters(how: str, p: int) -> None:
     sharded = {"auto": 7, "column": 2, "row": 1, "embedding": 1, "head": 1}[how]
     assert run(_keeps, p, how) == [sharded if p > 1 else 0] * p
+
+
+def _step(model: nn.Module) -> None:
+    model(IDS).square().mean().backward()
+
+
+@on_ranks(1, 2)
+def test_gradients_from_before_are_added_to(group: Any) -> None:
+    torch.manual_seed(0)
+    dense, model = Mixed().double(), Mixed().double()
+    model.load_state_dict(dense.state_dict())
+    _step(dense), _step(model)
+    auto.apply(auto.plan(model, (IDS,), parallel_group(group).size), model, group)
+    _step(dense), _step(model)
+    layouts = dict(tp_ext.layouts(model))
+    for name, param in dense.named_parameters():
+        assert param.grad is not None
+        expected = layouts[name].shard(param.grad) if name in layouts else param.grad
+        torch.testing.assert_close(model.get_parameter(name).grad, expected)
+
+
+@on_ranks(2)
+def test_gradients_of_another_type_stay_of_it(group: Any) -> None:
+    dense = nn.Linear(8, 8, dtype=torch.bfloat16)
+    if not hasattr(dense.weight, "grad_dtype"):
+        pytest.skip("this torch has gradients of the parameters' types alone")
+    dense.weight.grad_dtype = torch.float32
+    dense.weight.grad = torch.randn(8, 8)
+    layer = tp_ext.ColumnParallelLinear.from_linear(dense, group=group)
+    assert layer.weight.grad is not None and layer.weight.grad_dtype == layer.weight.grad.dtype == torch.float32
+    assert torch.equal(layer.weight.grad, dense.weight.grad.chunk(2)[parallel_group(group).rank])
+
+
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused_by_name(group: Any) -> None:
+    dense = Mixed()
+    dense.weights.first.grad = torch.zeros_like(dense.weights.first).to_sparse()
+    before = [*dense.parameters()]
+    with pytest.raises(ValueError, match=r"model: weights\.first has a sparse gradient"):
+        CONVERSIONS["auto"](group, dense)
+    assert all(a is b for a, b in zip(before, dense.parameters(), strict=True))
+
+
+class _TrainedBuffer(nn.Module):
+    def __init__(self, requires_grad: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("scale", torch.ones(16).requires_grad_(requires_grad))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() * self.scale)
+
+
+@on_ranks(2)
+def test_a_buffer_that_is_trained_is_refused_by_name(group: Any) -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="model: scale is a buffer that requires a gradient"):
+        auto.plan(_TrainedBuffer(True), (x,), 2)
+    plan, model = auto.plan(_TrainedBuffer(False), (x,), 2), _TrainedBuffer(True)
+    before = [*model.parameters()]
+    with pytest.raises(ValueError, match="model: scale is a buffer that requires a gradient"):
+        auto.apply(plan, model, group)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+@on_ranks(2)
+def test_shards_of_buffers_have_their_attributes(group: Any) -> None:
+    x, model = torch.randn(3, 8), _TrainedBuffer(False)
+    model.scale.tag, model.scale.mask = "scale", torch.arange(16)
+    auto.apply(auto.plan(_TrainedBuffer(False), (x,), 2), model, group)
+    rank = parallel_group(group).rank
+    assert model.scale.tag == "scale" and model.scale.mask.tolist() == [*range(16)][8 * rank : 8 * rank + 8]
 
 
 def _refuses(group: Any, how: str, post: bool) -> list[str]:

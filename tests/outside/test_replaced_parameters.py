@@ -11,6 +11,7 @@ from torch import nn
 
 import tp_ext
 from tests.helpers.simulated import run
+from tp_ext.outside.live_shards import Replaced
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -95,3 +96,21 @@ def test_at_one_rank_the_parameters_stay(kind: str) -> None:
 @pytest.mark.parametrize("kind", KEPT)
 def test_of_parameters_that_stay_it_is_right(kind: str) -> None:
     _used_after(KEPT[kind], 2, lambda act: act())
+
+
+def _counts(_: int, group: Any) -> list[int]:
+    model, counts = _model(), [Replaced.count]
+    plan = tp_ext.auto.plan(model, (X,), 2)
+    counts.append(Replaced.count)
+    tp_ext.auto.apply(plan, model, group)
+    counts.append(Replaced.count)
+    model[1].register_forward_hook(lambda module, args, output: output * 2)
+    model(X)  # another call than the plan's, which is proven
+    return [*counts, Replaced.count]
+
+
+def test_proofs_replace_nothing_that_optimizers_know() -> None:
+    before, planned, _, _ = tp_ext.debug.simulate(_counts, 2)[0]
+    assert before == planned
+    _, _, applied, called = tp_ext.debug.simulate(_counts, 2)[1]
+    assert applied == called

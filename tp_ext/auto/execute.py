@@ -65,7 +65,11 @@ def apply_quietly(
         raise ValueError(f"plan: is for p = {plan.p} and must be for the {parallel.size} ranks of the group")
     compare_over_group(plan, model, group, problem)
     reference = reference_of(plan, model) if verify else None  # a copy of the full weights
+    full = [*model.parameters()]
     _carry_out(plan, model, parallel)
+    # Here alone: no optimizer has parameters of a proof, after which each would look at its own again
+    kept = set(map(id, model.parameters()))
+    Replaced.add(parameter for parameter in full if id(parameter) not in kept)
     if reference is not None:
         compare_with(model, reference, example, group)
     return model
@@ -91,7 +95,9 @@ def _carry_out(plan: Plan, model: nn.Module, parallel: ParallelGroup) -> None:
             _Applied(plan, model, parallel).apply(structure is not None)
         know_that_they_agree(model)  # the shares are the plan's
         if structure is not None:
-            guard = Guard(plan, structure, apply_quietly, parallel, Baseline.of(model))
+            # Its proofs, too, have one plan and copies of one model on all ranks, and no calls to compare: their plan
+            # has no digests of calls, which have just been found right
+            guard = Guard(plan, structure, apply_in_proof, parallel, Baseline.of(model))
             model.register_forward_pre_hook(guard, prepend=True, with_kwargs=True)
         if parallel.size > 1 and hasattr(model, "save_pretrained"):
             model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
@@ -151,8 +157,6 @@ class _Applied:
         refuse_fused_paths(self.model, list(self.plan.shardings))
         self.shard_buffers()
         self.fuse_norms()
-        kept = set(map(id, self.model.parameters()))
-        Replaced.add(full for full in self.old.values() if id(full) not in kept)
         patch(self.model, local_of(self.plan.patches, self.plan.sizes, self.group.rank).patches)
         self.edit_calls(own_input, is_guarded)
         for module, edits in self.edits.items():
@@ -256,7 +260,9 @@ class _Applied:
             owner, _, attribute = name.rpartition(".")
             module, buffer = self.model.get_submodule(owner), buffers[name]
             for sharding in shardings:
-                buffer = sharding.shard(buffer, self.group.rank, self.group.size)
+                full, layout = buffer, Layout((sharding, self.group))
+                buffer = layout.shard(full)
+                carry_attributes(buffer, full, layout)
             module._buffers[attribute] = buffer
             declare_layouts(module, {attribute: Layout((shardings[0], self.group))})
 

@@ -14,8 +14,14 @@ from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest
 from tp_ext.auto.search.plans import Plan, example_for, has_example
 from tp_ext.group import Group, parallel_group, process_group
-from tp_ext.model.layouts import hooks_of
+from tp_ext.model.layouts import uncarried
 from tp_ext.share_sizes import split_sizes
+
+
+def trained_buffer(model: nn.Module) -> str:
+    """Returns a sentence on a buffer that requires a gradient, which no plan completes over ranks; "": none does."""
+    names = (name for name, buffer in model.named_buffers() if buffer.requires_grad)
+    return f"{name} is a buffer that requires a gradient; make it an nn.Parameter" if (name := next(names, "")) else ""
 
 
 def misfit(plan: Plan, model: nn.Module) -> str:
@@ -27,8 +33,10 @@ def misfit(plan: Plan, model: nn.Module) -> str:
             actual = f"has shape {shapes[name]}" if name in shapes else "is missing"
             return f"{name} {actual} and must have {shape}, as in the plan"
     for name in plan.shardings if plan.p > 1 else ():
-        if name in parameters and (problem := hooks_of(parameters[name])):
+        if name in parameters and (problem := uncarried(parameters[name])):
             return f"{name} {problem}"
+    if plan.p > 1 and (problem := trained_buffer(model)):
+        return problem
     unplanned = sorted(set(shapes) - set(plan.shapes))
     return f"{unplanned[0]} is no parameter of the planned model" if unplanned else ""
 

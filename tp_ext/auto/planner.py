@@ -22,6 +22,7 @@ from tp_ext.auto.argument_checks import (
 )
 from tp_ext.auto.check_applied import WHOLE_BY_HINT
 from tp_ext.auto.execute import apply_in_proof
+from tp_ext.auto.fits import trained_buffer
 from tp_ext.auto.proof.prove_values import UnprovenError
 from tp_ext.auto.proof.proven_plan import BUDGET, alone, prover_of
 from tp_ext.auto.record import progress
@@ -94,12 +95,13 @@ def plan(
 
     Raises:
         ValueError: a rule that is no notation, or for no operator; a hint that fits nothing, or that cannot hold; a
-            budget that cannot; a forward that branches on data, or that fails with the example; with ``strict``,
-            weights that stay whole; with ``sequence_parallel=True``, a model in which no activation can be sharded on
-            its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``; with ``invariant_blocks``:
-            fewer than p, sequence parallelism, a rank that would have no unit of a sharded dim, and operators whose
-            bits would depend on p, by module, name and line; shares that are not p numbers above 0, others than those
-            of the context, or with ``invariant_blocks``. TypeError: an argument of another type.
+            budget that cannot; a forward that branches on data, or that fails with the example; a buffer that requires
+            a gradient; with ``strict``, weights that stay whole; with ``sequence_parallel=True``, a model in which no
+            activation can be sharded on its tokens; a model that is itself a linear or an ``nn.MultiheadAttention``;
+            with ``invariant_blocks``: fewer than p, sequence parallelism, a rank that would have no unit of a sharded
+            dim, and operators whose bits would depend on p, by module, name and line; shares that are not p numbers
+            above 0, others than those of the context, or with ``invariant_blocks``. TypeError: an argument of another
+            type.
     """
     check_planned_model(model)
     check_example(example)
@@ -107,6 +109,8 @@ def plan(
     check_plan_options(p, options, rules, strict, prove, budget)
     options = replace(options, shares=shares_of_plan(shares, p, options))
     check_is_no_layer(model)
+    if p > 1 and (problem := trained_buffer(model)):
+        raise ValueError(f"model: {problem}")
     user_rules = {name: from_notation(line) for name, line in (rules or {}).items()}
     check_hints(model, options.hints)
     with progress.shown(), _old_objects_apart():
