@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tp_ext.auto.record.edits import LeafPath
+from tp_ext.auto.record.known_results import KnownResults, device_of
 from tp_ext.auto.record.record import Record, source_line, tensors
 from tp_ext.auto.record.rules import draws_random_numbers
 
@@ -169,7 +170,7 @@ class Numbers(TorchDispatchMode):
     Args:
         state: id of the fake of a parameter or buffer -> that tensor. inputs: the fakes of the arguments, each with its
             argument and the paths of that.
-        change: makes another number of each that is read of ``state``.
+        change: makes another number of each that is read of ``state``. fakes: those of the run; None: with symbols.
     """
 
     def __init__(
@@ -178,9 +179,11 @@ class Numbers(TorchDispatchMode):
         state: Sequence[tuple[Tensor, Tensor]],
         inputs: Sequence[tuple[Tensor, Tensor, tuple[LeafPath, ...]]],
         change: Change | None,
+        fakes: FakeTensorMode | None,
     ) -> None:
         super().__init__()
         self.record, self.change = record, change
+        self.call = _called if fakes is None else KnownResults(fakes)
         self.places: dict[int, int] = {}  # id of a constant -> its place
         self.kept: list[Tensor] = []  # so that no id comes again, by their places
         self.roots: dict[int, Root] = {}
@@ -206,6 +209,8 @@ class Numbers(TorchDispatchMode):
         return self.places[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_of(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         instruction = self.instruction(func, args, kwargs, operands)
@@ -214,7 +219,7 @@ class Numbers(TorchDispatchMode):
             if roots and not any(self.roots[place].paths for place in roots):
                 return self.number(args[0], instruction)
         try:
-            result = func(*args, **kwargs)
+            result = self.call(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if (chosen := self.selected(func, args, kwargs)) is not None:
                 return chosen
@@ -347,6 +352,10 @@ class Numbers(TorchDispatchMode):
 def _name(path: LeafPath) -> str:
     """An argument as a message names it, of its path in ``(args, kwargs)``."""
     return f"argument {path[1]}" if isinstance(path[1], int) else str(path[1])
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _memory(tensor: Tensor) -> int:

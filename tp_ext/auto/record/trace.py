@@ -29,6 +29,7 @@ from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.forwards import CalledForward, options_of
 from tp_ext.auto.record.gradients import of_call, pin_hooked, take_backward_hooks, watched_gradients
 from tp_ext.auto.record.keywords import by_place
+from tp_ext.auto.record.known_results import device_of
 from tp_ext.auto.record.multi_head import plain_paths
 from tp_ext.auto.record.numbers import READ, Change, Numbers
 from tp_ext.auto.record.record import PLAIN, ModuleCall, Record, source_line, tensors
@@ -42,7 +43,7 @@ constrained_run: ContextVar[Record | None] = ContextVar("constrained_run", defau
 CPU = torch.device("cpu")
 FAKES = (
     "torch._subclasses", "torch._prims", "torch._refs", "torch._meta", "torch._decomp", "torch.utils._python", __name__,
-    "tp_ext.auto.record.rules", "tp_ext.auto.record.numbers",
+    "tp_ext.auto.record.rules", "tp_ext.auto.record.numbers", "tp_ext.auto.record.known_results",
 )  # fmt: skip
 
 
@@ -57,6 +58,8 @@ class _OperatorRules(TorchDispatchMode):
         self.record, self.rules = record, rules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_of(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         record = self.record
         # Such as squeeze_, which changes the shape of its argument: the rule reads the shape before it
@@ -320,6 +323,7 @@ def trace(
         [(state[name], tensor) for name, tensor in named],
         [(fake(tensor), tensor, tuple(paths)) for tensor, paths in given.values()],
         change,
+        None if has_symbols else fakes,
     )
     # Of either kind the mode entered last sees a call first: `mode` before _Calls, _OperatorRules before the fakes
     modes: list[Any] = [
