@@ -295,7 +295,9 @@ class Blocks(Form):
         weight, bias, blocks = self._operands(layer, weight)
         layer.token_sizes(total_tokens, whole=x)  # raises before the collective
         where = layer.tp_group.name, layer.sequence_parallel, blocks, layer._segments
-        return _ops.block_row_linear(x, weight, bias, *where)
+        # The bias' gradient is a tree over blocks of tokens of the whole batch, with sequence parallelism or without
+        y = _ops.block_row_linear(x.flatten(0, -2) if x.dim() > 2 else x, weight, bias, *where)
+        return y.unflatten(0, x.shape[:-1]) if x.dim() > 2 else y
 
     @staticmethod
     def _operands(layer: FormedLinear, weight: Tensor | None) -> tuple[Tensor, Tensor | None, list[int]]:

@@ -99,8 +99,8 @@ class _Norm(ParallelModule):
     def _in_token_blocks(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes the norm of each block of tokens by itself, and returns y and x + residual, flattened."""
         flat = self._flat(x)
-        flat = flat if flat.dim() > 1 else flat[None]
-        rest = None if residual is None else self._flat(residual).view(flat.shape)
+        flat = flat.flatten(0, -2) if flat.dim() > 1 else flat[None]  # a token of any batch: as under SP
+        rest = None if residual is None else self._flat(residual).reshape(flat.shape)
         (_, p, rank), blocks, local = self.tp_group, self.invariant_blocks, flat.shape[0]
         assert blocks is not None
         over_ranks, total = self.sequence_parallel and p > 1, local

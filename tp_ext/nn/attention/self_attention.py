@@ -263,13 +263,13 @@ class KVHeadsInBlocks:
         else:
             # The blocks of other ranks use other heads: their leaves are zeros
             copies = _ops.block_copies(x, "", [int(self.blocks)])[held.start : held.stop]
-        if not held:
-            return (copies[0] if self.group else x).narrow(-2, 0, 0)
         heads = [
             copy.narrow(-2, head // self.share - base, 1)
-            for copy, block in zip(copies, held, strict=True)
+            for copy, block in zip(copies[: len(held)], held, strict=True)
             for head in range(
                 block_start(self.num_heads, block, self.blocks), block_start(self.num_heads, block + 1, self.blocks)
             )
         ]
+        if not heads:  # no block, or none with a head
+            return (copies[0] if self.group else x).narrow(-2, 0, 0)
         return torch.cat(heads, -2)
