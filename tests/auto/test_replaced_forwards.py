@@ -1,5 +1,6 @@
 """A ``forward`` that is set on a module after the plan was applied: proven at the next call, or refused by its name."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -70,3 +71,47 @@ def test_of_single_elements_is_right(forward: Callable) -> None:
         torch.testing.assert_close(_results(model), expected)
 
     run(on_rank, 2)
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, mask: Tensor | None = None) -> Tensor:
+        batch, features = x.shape  # which sizes of views are then made local
+        h = self.up(x).view(batch, 2, features).relu().view(batch, 2 * features)
+        return self.down(h) * scale
+
+
+class _Outer(nn.Module):
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.inner, self.head, self.by_name = _Inner(), nn.Linear(8, 24), by_name
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = self.inner.forward(x, mask=mask) if self.by_name else self.inner(x, mask=mask)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_forwards_keep_their_arguments(by_name: bool) -> None:
+    """Exports, trainers and ``generate`` ask for them."""
+    dense = _Outer(by_name)
+    plan = tp_ext.auto.plan(dense, (X,), 2)
+
+    def on_rank(group) -> list[str]:
+        model = tp_ext.auto.apply(plan, _same(_Outer(by_name)), group)
+        for name in ("", "inner"):
+            forward, plain = model.get_submodule(name).forward, dense.get_submodule(name).forward
+            assert inspect.signature(forward) == inspect.signature(plain)
+        return [type(module.__dict__.get("forward")).__name__ for module in (model, model.inner)]
+
+    (forwards,) = {tuple(names) for names in run(on_rank, 2)}
+    assert "SizedForward" in forwards or "CalledForward" in forwards
+
+
+def _same(model: nn.Module) -> nn.Module:
+    for number, param in enumerate(model.parameters()):
+        nn.init.normal_(param, generator=torch.Generator().manual_seed(number))
+    return model

@@ -24,6 +24,10 @@ class CalledForward:
         self.own = vars(module).get("forward")
         self.entered = False  # by module(), whose hooks have run
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return signature_of(self.module, self.own)
+
     def install(self) -> Edit:
         """Sets the forward; returns the edit by which it knows that the hooks have run."""
         self.module.forward = self
@@ -42,6 +46,11 @@ class CalledForward:
 def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Calls the forward that an instance has of its own, else that of its class."""
     return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+
+
+def signature_of(module: nn.Module, forward: Callable[..., Any] | None) -> inspect.Signature:
+    """Returns the arguments of :func:`run_forward`: exports, trainers and ``generate`` ask for those of ``forward``."""
+    return inspect.signature(type(module).forward.__get__(module) if forward is None else forward)
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -6,6 +6,7 @@ sizes are changed, and from what to what."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import SizeCall
-from tp_ext.auto.record.forwards import run_forward
+from tp_ext.auto.record.forwards import run_forward, signature_of
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.operators import row_of
 
@@ -225,6 +226,10 @@ class SizedForward:
         self.module, self.name, self.calls = module, name, calls
         self.own = vars(module).get("forward")
         self.running: list[_Rewriting] = []
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return signature_of(self.module, self.own)
 
     def install(self) -> Iterator[tuple[nn.Module, Edit]]:
         """Sets the forward; returns the edits that leave other modules alone."""
