@@ -291,6 +291,69 @@ def test_length_without_a_bound():
     assert inputs[0].shape == [name, 8] and dims[name][1] is None
 
 
+class OfLengths(nn.Module):
+    """Takes another path where a condition on the lengths of its arguments holds."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.condition = condition
+
+    def forward(self, x, y):
+        return (x * 2 if self.condition(*x.shape, *y.shape) else x), y
+
+
+def _described(model, example, shapes):
+    call = TracedCall(model.eval(), example)
+    call(list(call.tensors))
+    program = trace(call, call.tensors, call.dynamic_shapes(shapes))
+    return specs(program, call.names, call.output_names)
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        (lambda a, b, c, d: a * b > 99, "x.shape"),
+        (lambda a, b, c, d: a + d > 99, "y.shape"),
+        (lambda a, b, c, d: b - c > 3, "y.shape"),
+        (lambda a, b, c, d: a * b * d % 7 == 1, "x.shape"),
+        (lambda a, b, c, d: max(a, b) > 50, "x.shape"),
+    ],
+    ids=["product", "sum", "difference", "remainder", "largest"],
+)
+def test_paths_of_several_lengths_are_refused(condition, words):
+    a, b, d = (Dim(name, min=1, max=64) for name in "abd")
+    shapes = {"x": {0: a, 1: b}, "y": {0: a, 1: d}}
+    with pytest.raises(ValueError, match=rf"dynamic_shapes: the model takes another path where not .*{words}"):
+        _described(OfLengths(condition), (torch.randn(4, 5), torch.randn(4, 6)), shapes)
+    # Equal lengths, and a condition that the bounds decide
+    _described(OfLengths(lambda a, b, c, d: a + b > 1 and a == c), (torch.randn(4, 5), torch.randn(4, 6)), shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_in_few_bits_take_any_lengths(kind, dtype):
+    model = nn.Sequential(nn.Linear(16, 8)).to(dtype)
+    tp_ext.low_precision.quantize_(model, kind, block=8)
+    shapes = {"input": {0: Dim("a", max=64), 1: Dim("b", max=64)}}
+    for rows in (2, 20):  # of the kernel of few rows, and of the other
+        _, _, dims = _described(model, torch.randn(rows, 5, 16, dtype=dtype), shapes)
+        assert len(dims) == 2
+
+
+def test_bits_of_another_kernel_in_a_folder_with_spaces(tmp_path):
+    """Few rows and many take two kernels, and an export has that of its example."""
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    tp_ext.low_precision.quantize_(model, "int8")
+    shapes = {"input": {0: Dim("a", max=64), 1: Dim("b", max=64)}}
+    folder = tmp_path / "a (first) export"
+    manifest = export(model, torch.randn(2, 5, 16), folder, dynamic_shapes=shapes)
+    assert manifest["bits"] == "inductor"
+    exported = tp_ext.load_exported(folder)
+    for lengths in ((1, 1), (4, 8), (11, 3), (64, 64)):
+        x = torch.randn(*lengths, 16)
+        torch.testing.assert_close(exported(x), model(x))
+
+
 @on_ranks(2, backend="gloo")
 def test_two_groups_are_refused(group):
     other = dist.new_group([0, 1])

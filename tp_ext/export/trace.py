@@ -2,6 +2,7 @@
 
 import inspect
 import linecache
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from tp_ext.export.manifest import TensorSpec, dtype_name
 
+_SIZE = r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\]"
+_LENGTH, _EQUAL = re.compile(_SIZE), re.compile(f"{_SIZE} == {_SIZE}")
 Example = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -133,8 +136,16 @@ def specs(
     """Returns inputs, outputs and the bounds of the dynamic dims of a graph.
 
     Raises:
-        ValueError: a length depends on another in another way than by being equal.
+        ValueError: a length depends on another in another way than by being equal, or the graph on several.
     """
+    # A loaded graph compares each length with its bounds and with equal ones, and not what several tell together
+    for guard in getattr(program, "_guards_code", []):
+        if not _EQUAL.fullmatch(guard):
+            condition = _LENGTH.sub(lambda match: f"{names[int(match[1])]}.shape[{match[2]}]", guard)
+            raise ValueError(
+                f"dynamic_shapes: the model takes another path where not {condition}, and an export has one: open "
+                "fewer dims, or bound them"
+            )
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     signature = program.graph_signature
     inputs = [values[name] for name in signature.user_inputs if isinstance(name, str)]

@@ -1,6 +1,8 @@
 """A sharded model, compiled ahead of time: one package a rank."""
 
 import contextlib
+import math
+import re
 import secrets
 import shutil
 import tempfile
@@ -42,6 +44,7 @@ from tp_ext.group import ALONE, ParallelGroup, process_group
 from tp_ext.model.census import census
 
 _BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.06}  # of results that are equal to rounding
+_MANY = 33  # rows
 _COMPILER = {
     "aot_inductor.package_constants_in_so": False,  # else each graph and each load has a copy of the weights
     "aot_inductor.enable_line_tables": False,
@@ -271,8 +274,10 @@ def _compile(program: ExportedProgram, package: Path) -> list[Path]:
     """Writes a package of AOTInductor as a folder, where the graph is loaded in place. Returns its files."""
     contents = package / "data" / "aotinductor" / "model"  # as in an archive
     contents.mkdir(parents=True)
-    # A folder of the rank's own: the code of two ranks may be alike, and they would write one file
-    with tempfile.TemporaryDirectory(prefix=".compiling_", dir=package) as scratch:
+    # A folder of the rank's own: the code of two ranks may be alike, and they would write one file. Inductor does not
+    # quote its paths in the command of the compiler
+    plain = re.fullmatch(r"[\w/.+-]+", str(package.resolve()), re.ASCII)
+    with tempfile.TemporaryDirectory(prefix=".compiling_", dir=package if plain else None) as scratch:
         options = {**_COMPILER, "aot_inductor.package": True, "aot_inductor.output_path": scratch}
         args, kwargs = program.example_inputs
         files: Any = torch._inductor.aot_compile(program.module(check_guards=False), args, kwargs, options=options)
@@ -320,14 +325,31 @@ def _has_its_bits(call: TracedCall | DecodingStep, exported: ExportedModel) -> b
     difference = _Difference()
     if isinstance(call, DecodingStep):
         return _decodes_alike(call, exported, difference)
-    smallest = list(call.tensors)
+    bounds = exported.manifest.dims
+    smallest = _resized(call, exported, {dim: least or 1 for dim, (least, _) in bounds.items()})
+    # More rows than the example has may take another kernel of a layer, such as those of weights in few bits
+    each = math.ceil(_MANY ** (1 / max(1, len(bounds))))
+    sizes = {dim: max(least or 1, each if most is None else min(most, each)) for dim, (least, most) in bounds.items()}
+    many = _resized(call, exported, sizes)
+    for tensors in (call.tensors, smallest):
+        difference.look(call(list(tensors)), exported.run(tensors))
+    try:
+        expected = call(list(many))
+    except (RuntimeError, IndexError, ValueError):  # a bound that is larger than, say, the model's table of positions
+        return difference.is_none()
+    difference.look(expected, exported.run(many))
+    return difference.is_none()
+
+
+def _resized(call: TracedCall, exported: ExportedModel, lengths: dict[str, int]) -> list[Tensor]:
+    """Returns the example's tensors, their open dims cut to these lengths or repeated."""
+    tensors = list(call.tensors)
     for i, spec in enumerate(exported.manifest.inputs):
         for dim, length in enumerate(spec.shape):
             if isinstance(length, str):
-                smallest[i] = smallest[i].narrow(dim, 0, exported.manifest.dims[length][0] or 1).contiguous()
-    for tensors in (call.tensors, smallest):
-        difference.look(call(list(tensors)), exported.run(tensors))
-    return difference.is_none()
+                places = torch.arange(lengths[length]) % tensors[i].shape[dim]
+                tensors[i] = tensors[i].index_select(dim, places)
+    return tensors
 
 
 def _decodes_alike(step: DecodingStep, exported: ExportedModel, difference: _Difference) -> bool:

@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
             return torch._weight_int8pack_mm(flat.contiguous(), packed, scale).view(*x.shape[:-1], packed.shape[0])
         dtype = _product_dtype(x)
         few = _FEW if dtype == torch.float32 else _FEW // 4  # products in bf16 are that much faster
-        if flat.shape[0] <= few and x.dtype in _DTYPES:
+        if _hint(flat.shape[0]) <= few and x.dtype in _DTYPES:
             y = _ops.low_bits_product(flat, packed, scale, low_bits.block)
             return y.view(*x.shape[:-1], packed.shape[0])
         flat = flat.to(dtype)
@@ -184,6 +184,13 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
+def _hint(length: int) -> int:
+    """Returns a length, of an export's open one that of its example: both products are right for any number of rows."""
+    if torch.compiler.is_exporting() and isinstance(length, torch.SymInt):
+        return int(length.node.hint)
+    return length
+
+
 def _product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which x is multiplied with many rows of a weight. Without instructions for bf16, or fp16, a
     CPU is several times faster in fp32."""
@@ -202,7 +209,7 @@ def _has_torch_kernel(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
     a multiple of 16."""
     return (
         x.device.type == "cpu"
-        and 0 < x.shape[0] <= _FEW
+        and 0 < _hint(x.shape[0]) <= _FEW
         and x.dtype == scale.dtype == torch.bfloat16
         and packed.dtype == torch.int8
         and packed.shape[1] % 16 == 0
