@@ -133,25 +133,37 @@ def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
     return entry[1]
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@torch.no_grad()
 def copy_to_host(payload: Payload) -> None:
     """Replaces each tensor by a copy in the memory of the host, complete on return."""
+    plain: list[int] = []
     streams = {}
     for index, entry in enumerate(payload):
-        if isinstance(entry, Tensor):
-            payload[index] = _copied(entry.detach() if entry.requires_grad else entry)
+        if type(entry) in _PLAIN and entry.is_cpu:
+            plain.append(index)
+        elif isinstance(entry, Tensor):
+            payload[index] = _copied(entry)
             if entry.is_cuda:
                 streams[entry.device] = torch.cuda.current_stream(entry.device)
+    # Many small ones in two thirds of the time of a call for each
+    for index, copy in zip(plain, _clones([payload[index] for index in plain]), strict=True):
+        payload[index] = copy
     # One wait for all copies, which were queued without one
     for stream in streams.values():
         stream.synchronize()
 
 
+def _clones(tensors: list[Tensor]) -> list[Tensor]:
+    foreach = getattr(torch, "_foreach_clone", None)  # not in the oldest torch
+    return foreach(tensors) if foreach and tensors else [tensor.clone() for tensor in tensors]
+
+
 def _copied(tensor: Tensor) -> Tensor:
     """Returns a copy on the host: of a GPU's tensor in page-locked memory, which torch keeps for the next save."""
     if not tensor.is_cuda:
-        copy_format = torch.contiguous_format
-        if tensor.device.type == "cpu":  # the same in two thirds of the time
-            return tensor.clone(memory_format=copy_format)
-        return tensor.to("cpu", copy=True, memory_format=copy_format)
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)  # whatever the default device
     return copy.copy_(tensor, non_blocking=True)

@@ -31,10 +31,10 @@ from tp_ext.checkpoint.files.entry_files import EntryWriter
 from tp_ext.checkpoint.files.metadata import with_checksum
 from tp_ext.checkpoint.files.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.files.write_lock import WriteLock, check_lock_timeout
+from tp_ext.checkpoint.known_plans import plan_of_model
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.checkpoint.plan_exchange import exchange_plans
-from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, pairs, plan_of_rank
-from tp_ext.checkpoint.sharded import sharded_state
+from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, pairs
 from tp_ext.checkpoint.sharded_load import load_from
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
@@ -107,10 +107,9 @@ def save_checkpoint(
     def prepare() -> RankPlan:
         wait_for_last_save()
         axes = mesh_axes(group, mesh)
-        state, names = sharded_state(census(module, axes), optimizer, for_plan=True)
+        plan, contents = plan_of_model(census(module, axes), optimizer, stages_differ=mesh is not None)
         # Now, not in the thread: its values may change afterwards
         extra_bytes = _dump(extra) if first else b""
-        plan, contents = plan_of_rank(state, names if mesh is not None else [], axes.pp.rank)
         payload.extend((*contents, extra_bytes))
         if first:
             # Here its error reaches all ranks before anything is copied or written; checked again under the lock

@@ -38,19 +38,30 @@ KeyPath = tuple[str | int, ...]
 
 
 class HeldChunks(NamedTuple):
-    """The chunks of a full tensor on this rank: :class:`ChunkedTensor` without a tensor, which takes 8 us."""
+    """The chunks of a full tensor on this rank: :class:`ChunkedTensor` without a tensor, which takes 8 us. They are
+    views of ``value``, or the value itself."""
 
     shape: Sequence[int]
     local_chunks: list[LocalChunk]
+    value: Tensor
 
 
 class Options(dict[str, Any]):
     """The options of a parameter group in a state dict, as one entry of each of its parameters."""
 
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(options_of(group))
+        self.group = group
+
     @cached_property
     def are_plain(self) -> bool:
         """Whether none is a tensor, or a nested value, which has an entry for each of its elements."""
         return not any(isinstance(option, Tensor) or _is_nested(option) for option in self.values())
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a parameter group that are saved."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class PlannedChunk(NamedTuple):
@@ -90,11 +101,24 @@ Payload = list[Tensor | bytes | tuple[bytes, ...]]
 """The contents of entries: of a chunk its live tensor, of another entry its bytes, of several the bytes of each."""
 
 
-def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPlan, Payload]:
-    """Returns the plan of this rank for a state dict, and the contents of its entries."""
+class Origin(NamedTuple):
+    """The object that the contents of an entry come from, by its id.
+
+    Attributes:
+        source: a tensor of the model or the optimizer, or a parameter group.
+        view: sizes, strides and begin of the view of the tensor that is saved; None: the tensor.
+    """
+
+    source: int
+    view: tuple[torch.Size, tuple[int, ...], int] | None = None
+
+
+def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPlan, Payload, list[Origin]]:
+    """Returns the plan of this rank for a state dict, and the contents and the origins of its entries."""
     flat, paths = _flattened(state)
     entries: list[PlannedChunk | PlannedValues | str] = []
     payload: Payload = []
+    origins: list[Origin] = []
     values = SavedValues()
     known: dict[int, tuple[tuple[str, ...], tuple[bytes, ...]]] = {}  # by the id of the options
     for key, value in flat.items():
@@ -104,16 +128,28 @@ def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPl
             options, contents = known[id(value)]
             entries.append(PlannedValues(key, options))
             payload.append(contents)
+            origins.append(Origin(id(value.group)))
         elif isinstance(value, _TENSORS):
             shape = tuple(value.shape)
             for offsets, tensor, owned in _chunks(value):
                 if owned:
                     entries.append(PlannedChunk(key, offsets, tuple(tensor.shape), shape, tensor.dtype))
                     payload.append(tensor)
+                    origins.append(_origin(value, tensor))
         else:
             entries.append(key)
             payload.append(values.of(value))
-    return RankPlan(entries, paths, names, stage), payload
+            origins.append(Origin(id(value)))
+    return RankPlan(entries, paths, names, stage), payload, origins
+
+
+def _origin(value: HeldChunks | Tensor, tensor: Tensor) -> Origin:
+    source = value.value if isinstance(value, HeldChunks) else value
+    # A single number is saved detached
+    if tensor is source or not source.dim():
+        return Origin(id(source))
+    begin = int(tensor.storage_offset() - source.storage_offset())
+    return Origin(id(source), (tensor.shape, tensor.stride(), begin))
 
 
 _CHUNKED = HeldChunks, ChunkedTensor

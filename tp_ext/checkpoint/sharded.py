@@ -85,8 +85,7 @@ def sharded_state(model: Census, optimizer: Optimizer | None, *, for_plan: bool 
             if param.copy and param.name in originals:  # both are on this rank
                 continue
             if (shared := options.get(id(param.options))) is None:
-                kept = {key: value for key, value in param.options.items() if key not in ("params", "param_names")}
-                shared = options[id(param.options)] = Options(kept)
+                shared = options[id(param.options)] = Options(param.options)
             if for_plan and shared.are_plain:
                 saved[f"param_groups.{param.name}."] = shared
             else:
@@ -161,19 +160,19 @@ class LocalChunks:
     def entry(self, value: Tensor, layout: Layout, *, owned: bool) -> Any:
         """Returns the entry of a tensor; a single number, and a tensor without elements, as a tensor."""
         if not value.dim():  # stagers do not treat a single number as a tensor
-            return value.detach()
+            return value if self._for_plan else value.detach()
         if self._for_plan and owned and type(value) in _PLAIN:
             shape, places = self._places(value, layout)
             # Most of them: all that the rank has is one chunk, of which it need not make a view
             if len(places) == 1 and places[0][1] == value.shape and places[0][3]:
-                return HeldChunks(shape, [LocalChunk(places[0][0], value, True)])
+                return HeldChunks(shape, [LocalChunk(places[0][0], value, True)], value)
         shape, local_chunks = self.of(value, layout)
         if not shape.numel():  # no rank could hold a chunk of it
             return torch.empty(shape, dtype=value.dtype, device="cpu")
         if not owned:
             local_chunks = [chunk._replace(owned=False) for chunk in local_chunks]
         if self._for_plan:
-            return HeldChunks(shape, local_chunks)
+            return HeldChunks(shape, local_chunks, value)
         return ChunkedTensor(shape, local_chunks, dtype=value.dtype, device=value.device)
 
 

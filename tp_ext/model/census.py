@@ -166,6 +166,11 @@ class Census:
         copy_of = self.copies.get(id(value), "") if self.copies else ""
         return resolve_fqn(self.model, key, self.default, self._places, value, copy_of)
 
+    @cached_property
+    def state_dict(self) -> StateDict:
+        """The state dict of the live values, of which hooks may make it with collectives."""
+        return self.model.state_dict(keep_vars=True)
+
     def state(self) -> dict[str, Entry]:
         """Returns the entries of the state dict, with the keys of the unwrapped, unsharded model. Tied ones have one
         value.
@@ -174,7 +179,7 @@ class Census:
             ValueError: an entry is on the meta device; its layout cannot be resolved (:func:`resolve_fqn`).
         """
         entries = {}
-        for key, value in self.model.state_dict(keep_vars=True).items():
+        for key, value in self.state_dict.items():
             entry = self.resolve(key, value)
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError(f"module: {entry.name!r} is on the meta device and must have values; see to_empty")

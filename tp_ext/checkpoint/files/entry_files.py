@@ -6,6 +6,7 @@ and dtype, with other data.
 """
 
 import ctypes
+import functools
 import io
 import os
 import zipfile
@@ -36,6 +37,12 @@ def saved_value(value: Any) -> bytes:
     return file.getvalue()
 
 
+@functools.lru_cache(256)
+def saved_option(key: object, value: Any) -> bytes:
+    """Returns :func:`saved_value`, kept from one save to the next: for options of optimizers, which are short."""
+    return saved_value(value)
+
+
 # [Note: saves write DCP's format without DCP's planner]
 class SavedValues:
     """The bytes of values that are no tensors; equal immutable ones share one object."""
@@ -49,7 +56,7 @@ class SavedValues:
         same = self._objects.get(id(value))
         if same is not None:
             return same[1]
-        key = _key(value)
+        key = value_key(value)
         if key is None:
             return saved_value(value)
         content = self._known.get(key)
@@ -59,14 +66,14 @@ class SavedValues:
         return content
 
 
-def _key(value: Any) -> tuple[Any, ...] | None:
+def value_key(value: Any) -> tuple[Any, ...] | None:
     """Returns what identifies an immutable value: 1, 1.0 and True are equal and not the same, as are 0.0 and -0.0."""
     if type(value) in _EXACT:
         return type(value), value
     if type(value) in _IMMUTABLE:
         return type(value), repr(value)
     if type(value) is tuple and all(type(element) in _IMMUTABLE for element in value):
-        return tuple, *map(_key, value)
+        return tuple, *map(value_key, value)
     return None
 
 
