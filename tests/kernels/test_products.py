@@ -30,8 +30,7 @@ def _run(name, group, dtype):
     """Output and gradients of a layer with the same weights and inputs for every number of ranks and type."""
     tp_ext.manual_seed(0)
     layer = _layers(group, name)
-    if dtype == torch.float64:
-        layer = layer.double()
+    layer = layer.to(dtype)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, TOKENS // 2, WIDTH, generator=generator).to(dtype).requires_grad_()
     if name == "head":
@@ -146,3 +145,34 @@ def test_a_wrong_choice_is_named():
         ranks.RankError, match="ValueError: TP_EXT_GEMM: 'mkl' must be one of 'auto', 'torch', 'onednn'"
     ):
         _in_process("mkl", products)
+
+
+def calls():
+    """Returns, for each layer and type, whether oneDNN's operator was called, and output and gradients."""
+    results = {}
+    for name in ("mlp", "moe", "attention", "head"):
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autograd.profiler.profile() as profile:
+                values = _run(name, None, dtype)
+            called = any(event.name == "mkldnn::_linear_pointwise" for event in profile.function_events)
+            results[name, dtype] = called, values
+    return results
+
+
+@both
+def test_nothing_changes_where_torch_s_products_are_as_fast(tmp_path):
+    """With the table that such a processor measures, as Intel's: no call and no bit is another one; nor is any in bf16
+    with the other table."""
+    _in_process("auto", products, XDG_CACHE_HOME=str(tmp_path))
+    (products_file,) = (tmp_path / "tp_ext").iterdir()
+    of_table = {}
+    for library in LIBRARIES:
+        products_file.write_text(f"{library} {library}\n")
+        of_table[library] = _in_process("auto", calls, XDG_CACHE_HOME=str(tmp_path))
+    for name, dtype in of_table["torch"]:
+        (none, values), (some, others) = (of_table[library][name, dtype] for library in LIBRARIES)
+        # For few tokens the head has kernels of its own, where the processor has AVX-512
+        assert not none and (some == (dtype == torch.float32) or name == "head"), (name, dtype)
+        assert all(map(torch.equal, values, others)) != some
+    by_name = _in_process("torch", calls)
+    assert all(all(map(torch.equal, values, by_name[case][1])) for case, (_, values) in of_table["torch"].items())
