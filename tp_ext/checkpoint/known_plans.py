@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from tp_ext.checkpoint.files.entry_files import saved_option, value_key
 from tp_ext.checkpoint.optimizer_state import HeldState
-from tp_ext.checkpoint.save_plan import Origin, Payload, RankPlan, options_of, plan_of_rank
+from tp_ext.checkpoint.save_plan import EntrySource, Payload, RankPlan, options_of, plan_of_rank
 from tp_ext.checkpoint.sharded import sharded_state
 from tp_ext.model.census import Census
 
 
-class _Live(NamedTuple):
+class _LiveModel(NamedTuple):
     """A model and its optimizer at a save.
 
     Attributes:
@@ -32,14 +32,14 @@ class _Live(NamedTuple):
     groups: list[dict[str, Any]]
 
 
-class _Known(NamedTuple):
+class _KnownPlan(NamedTuple):
     form: list[object]
     plan: RankPlan
-    origins: list[Origin]  # their sources are indices of the tensors and, after these, of the groups
+    origins: list[EntrySource]  # their sources are indices of the tensors and, after these, of the groups
 
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
-_plans: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
+_plans: "weakref.WeakKeyDictionary[nn.Module, _KnownPlan]" = weakref.WeakKeyDictionary()
 
 
 # [Note: the plan of the last save]
@@ -64,12 +64,12 @@ def plan_of_model(model: Census, optimizer: Optimizer | None, *, stages_differ: 
         sources = {id(source): index for index, source in enumerate([*live.tensors, *live.groups])}
         # Tensors that a save makes, such as one without elements, are none of them
         if all(origin.source in sources for origin in origins):
-            placed = [Origin(sources[source], view) for source, view in origins]
-            _plans[root] = _Known(live.form, plan, placed)
+            placed = [EntrySource(sources[source], view) for source, view in origins]
+            _plans[root] = _KnownPlan(live.form, plan, placed)
     return plan, payload
 
 
-def _contents(origins: list[Origin], sources: list[Any]) -> Payload:
+def _contents(origins: list[EntrySource], sources: list[Any]) -> Payload:
     payload: Payload = []
     for index, view in origins:
         source = sources[index]
@@ -80,7 +80,7 @@ def _contents(origins: list[Origin], sources: list[Any]) -> Payload:
     return payload
 
 
-def _live(model: Census, optimizer: Optimizer | None, stages_differ: bool) -> _Live | None:
+def _live(model: Census, optimizer: Optimizer | None, stages_differ: bool) -> _LiveModel | None:
     """Returns the live objects; None if a value is no plain tensor, or an option of the optimizer a nested one."""
     form: list[object] = [stages_differ, model.axes[:-1], model.copies, [*model.state_dict]]
     for path, module in model.modules:
@@ -108,7 +108,7 @@ def _live(model: Census, optimizer: Optimizer | None, stages_differ: bool) -> _L
     # A list of each attribute: a tuple for each tensor takes twice as long
     form += [[*map(id, tensors)], [t.shape for t in tensors], [t.stride() for t in tensors]]
     form += [[t.dtype for t in tensors], [t.device for t in tensors]]
-    return _Live(form, tensors, groups)
+    return _LiveModel(form, tensors, groups)
 
 
 def _saved_options(group: Mapping[str, Any]) -> tuple[bytes, ...]:

@@ -101,7 +101,7 @@ Payload = list[Tensor | bytes | tuple[bytes, ...]]
 """The contents of entries: of a chunk its live tensor, of another entry its bytes, of several the bytes of each."""
 
 
-class Origin(NamedTuple):
+class EntrySource(NamedTuple):
     """The object that the contents of an entry come from, by its id.
 
     Attributes:
@@ -113,12 +113,12 @@ class Origin(NamedTuple):
     view: tuple[torch.Size, tuple[int, ...], int] | None = None
 
 
-def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPlan, Payload, list[Origin]]:
+def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPlan, Payload, list[EntrySource]]:
     """Returns the plan of this rank for a state dict, and the contents and the origins of its entries."""
     flat, paths = _flattened(state)
     entries: list[PlannedChunk | PlannedValues | str] = []
     payload: Payload = []
-    origins: list[Origin] = []
+    origins: list[EntrySource] = []
     values = SavedValues()
     known: dict[int, tuple[tuple[str, ...], tuple[bytes, ...]]] = {}  # by the id of the options
     for key, value in flat.items():
@@ -128,7 +128,7 @@ def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPl
             options, contents = known[id(value)]
             entries.append(PlannedValues(key, options))
             payload.append(contents)
-            origins.append(Origin(id(value.group)))
+            origins.append(EntrySource(id(value.group)))
         elif isinstance(value, _TENSORS):
             shape = tuple(value.shape)
             for offsets, tensor, owned in _chunks(value):
@@ -139,17 +139,17 @@ def plan_of_rank(state: StateDict, names: list[str], stage: int) -> tuple[RankPl
         else:
             entries.append(key)
             payload.append(values.of(value))
-            origins.append(Origin(id(value)))
+            origins.append(EntrySource(id(value)))
     return RankPlan(entries, paths, names, stage), payload, origins
 
 
-def _origin(value: HeldChunks | Tensor, tensor: Tensor) -> Origin:
+def _origin(value: HeldChunks | Tensor, tensor: Tensor) -> EntrySource:
     source = value.value if isinstance(value, HeldChunks) else value
     # A single number is saved detached
     if tensor is source or not source.dim():
-        return Origin(id(source))
+        return EntrySource(id(source))
     begin = int(tensor.storage_offset() - source.storage_offset())
-    return Origin(id(source), (tensor.shape, tensor.stride(), begin))
+    return EntrySource(id(source), (tensor.shape, tensor.stride(), begin))
 
 
 _CHUNKED = HeldChunks, ChunkedTensor
