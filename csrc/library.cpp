@@ -9,12 +9,11 @@
 // `group` is the name of a process group, followed by this rank and the size if the caller knows
 // them ("0@1/4"); "" means no parallelism (one rank). `sizes` holds one length per rank.
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <sstream>
-#ifndef TP_EXT_WITH_CUDA
-#include <ATen/core/dispatch/Dispatcher.h>
-#endif
 
 static constexpr const char* kSchemas = R"(
 // Regions: identity | sum, slice | concatenate, concatenate | summed slice, exchange
@@ -273,6 +272,31 @@ TORCH_LIBRARY(tp_ext, m) {
     schema += line;
   }
   define();
+}
+
+// [Note: exported graphs call whole operators]
+// Public operators as kernels of the CPU, which record nothing and which a compiler does not take
+// apart. Their fakes are in tp_ext/_ops/exported.py.
+struct WholeOperator : c10::OperatorKernel {
+  explicit WholeOperator(c10::OperatorHandle op) : composite(std::move(op)) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView unrecorded;
+    composite.callBoxed(stack);
+  }
+
+  c10::OperatorHandle composite;
+};
+
+TORCH_LIBRARY(tp_ext_whole, m) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const std::string name : {"all_reduce_rms_norm", "attention", "column_parallel_linear",
+                                 "row_parallel_linear", "vocab_parallel_embedding"}) {
+    const auto op = dispatcher.findSchemaOrThrow(("tp_ext::" + name).c_str(), "");
+    m.def(op.schema().cloneWithName("tp_ext_whole::" + name, ""), {at::Tag::pt2_compliant_tag});
+    auto kernel = torch::CppFunction::makeFromBoxedFunctor(std::make_unique<WholeOperator>(op));
+    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CPU, std::move(kernel)));
+  }
 }
 
 #ifndef TP_EXT_WITH_CUDA

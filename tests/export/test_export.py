@@ -207,6 +207,21 @@ def test_inputs_and_outputs(tmp_path):
         exported.generate(prompt(3), max_new_tokens=1)
 
 
+@on_ranks(2, backend="gloo", timeout=SECONDS)
+def test_linears_of_few_and_many_rows_have_the_bits_of_the_layers(group):
+    """Of a size at which layers have kernels for few rows; the compiler would call a product of torch's."""
+    tp_ext.manual_seed(1)
+    layers = (tp_ext.ColumnParallelLinear(512, 256, group=group), tp_ext.RowParallelLinear(256, 512, group=group))
+    model, folder = nn.Sequential(*layers).eval(), folder_of_all(group)
+    shapes = {"input": {0: Dim("n", min=1, max=9)}}
+    assert export(model, torch.randn(4, 512), folder, dynamic_shapes=shapes)["bits"] == "eager"
+    exported = tp_ext.load_exported(folder, group)
+    with torch.no_grad():
+        for rows in (1, 8, 9):
+            x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+            assert torch.equal(exported(x), model(x))
+
+
 class Branching(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x

@@ -35,7 +35,7 @@ from tp_ext._ops.compressed_blocks import (
     sum_compressed_blocks_,
 )
 from tp_ext._ops.context import attention, context_attention
-from tp_ext._ops.exported import CompiledGraph, compiled_graph
+from tp_ext._ops.exported import CompiledGraph, compiled_graph, whole_operators
 from tp_ext._ops.float8 import (
     finite_amax,
     float8_column_linear,

@@ -1,9 +1,11 @@
-"""Graphs that AOTInductor compiled, as csrc/api/compiled_graph.cpp runs them."""
+"""Graphs that AOTInductor compiled, as csrc/api/compiled_graph.cpp runs them, and the operators they call whole."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from tp_ext._ops.binding import overload_of
 
 
 class CompiledGraph(Protocol):
@@ -23,3 +25,11 @@ def compiled_graph(library: str) -> CompiledGraph:
     """Loads the graph in a shared library, whose operators are in a file next to it."""
     graph: CompiledGraph = torch.classes.tp_ext.CompiledGraph(library)
     return graph
+
+
+_all = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+_names = [name for library, name in _all if library == "tp_ext_whole"]
+# Of a traced graph -> as an exported one calls it: [Note: exported graphs call whole operators]
+whole_operators: dict[Any, Any] = {overload_of(name): getattr(torch.ops.tp_ext_whole, name).default for name in _names}
+for _composite, _whole in whole_operators.items():
+    torch.library.register_fake(_whole)(_composite)

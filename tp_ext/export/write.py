@@ -20,7 +20,7 @@ from tp_ext import _ops
 from tp_ext._checks import check_flag, check_int, check_type
 from tp_ext._object_collectives import all_gather_objects, call_and_gather, call_on_all_ranks
 from tp_ext.export.decoding import DecodingStep
-from tp_ext.export.graph_groups import rename_group
+from tp_ext.export.graph_operators import call_whole, rename_group
 from tp_ext.export.load import (
     ExportedModel,
     check_processes,
@@ -224,6 +224,7 @@ def _write(
         program = trace(call, call.tensors, shapes)
         described.append(specs(program, call.names, call.output_names))
         rename_group(program, group, name_of_export(export))
+        call_whole(program)
         with _named(export, ranks):
             files = _compile(program, folder / package_name(group.rank))
         library = next(file for file in files if file.suffix == ".so")

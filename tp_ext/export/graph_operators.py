@@ -1,4 +1,4 @@
-"""The group of a traced graph: operators name it, by a name that is the export's own.
+"""The operators of a traced graph: they name its group by a name that is the export's own, and are called whole.
 
 A graph keeps the names of the groups of the program that traced it. In another program a group of such a name may be
 one of other ranks, without an error. So an export has a name of its own, registered for the group that it is loaded
@@ -10,6 +10,7 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from tp_ext import _ops
 from tp_ext.group import ParallelGroup
 
 
@@ -25,6 +26,13 @@ def rename_group(program: ExportedProgram, group: ParallelGroup, name: str) -> N
             for node in module.graph.nodes:
                 _rename(node, names)
             module.recompile()
+
+
+def call_whole(program: ExportedProgram) -> None:
+    """Replaces operators by those that a compiler does not take apart."""
+    for node in program.graph.nodes:
+        node.target = _ops.whole_operators.get(node.target, node.target)
+    program.graph_module.recompile()
 
 
 def _rename(node: Node, names: dict[str, str]) -> None:
