@@ -408,7 +408,6 @@ def test_published_bugs_are_listed():
 # Files of up to 600 lines, with the one thing that they are: cut in two, both parts would need the other
 WHOLE = {
     "tests/repo/test_tree.py": "a list: the rules of the tree",
-    "tp_ext/auto/search/flow.py": "a class",
     "tp_ext/debug/type_rules.py": "a table: a rule for each operator",
     "tp_ext/parallel/grad_norm.py": "a norm, of every order, over one kind of rows",
 }

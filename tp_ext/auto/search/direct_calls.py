@@ -17,7 +17,8 @@ from tp_ext.auto.record.dims import Atom, atoms, atoms_in
 from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gathered_output, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
-from tp_ext.auto.search.flow import COMPLETE, PARTIAL, Finder
+from tp_ext.auto.search.flow import Finder
+from tp_ext.auto.search.place import COMPLETE, PARTIAL
 from tp_ext.auto.search.tokens import TokenGather
 from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding
@@ -164,7 +165,7 @@ class _Boundary:
         sums at arguments there. Those of sharded tokens are complete: a direct call has all tokens."""
         finder, call, types = self.finder, self.call, set[str]()
         first, stop = (call.start, call.stop) if inside else (call.stop, sys.maxsize)
-        sums = [(begin, end) for id_, begin, end in finder.summed if id_ == id(tensor) and end < sys.maxsize]
+        sums = [(begin, end) for begin, end in finder.summed.get(id(tensor), ()) if end < sys.maxsize]
         for place, of_use in finder.used.get(id(tensor), ()):
             if not first <= place < stop:
                 continue
@@ -190,7 +191,7 @@ class _Boundary:
             _NoConversionError: it is partial in some of its elements or uses.
         """
         finder = self.finder
-        sums = [copy for copy in finder.summed.get((id(tensor), 0, sys.maxsize), ()) if copy.at == "output"]
+        sums = [c for copies in finder.summed.get(id(tensor), {}).values() for c in copies if c.at == "output"]
         if any(not self.is_inside(copy.module) for copy in sums):
             return False  # a module around this one completes it
         returned = {call.module for call, _ in finder.returned_by.get(id(tensor), ())}

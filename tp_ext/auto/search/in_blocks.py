@@ -19,8 +19,9 @@ from tp_ext.auto.record.edits import DirectCall
 from tp_ext.auto.record.operators import OPERATORS, functions, row_of
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries
-from tp_ext.auto.search.flow import PARTIAL, Finder
+from tp_ext.auto.search.flow import Finder
 from tp_ext.auto.search.localize import is_conv1d
+from tp_ext.auto.search.place import PARTIAL
 from tp_ext.conversions import I, S
 
 if TYPE_CHECKING:

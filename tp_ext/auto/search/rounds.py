@@ -13,7 +13,7 @@ from torch import nn
 
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.dims import Atom, Reason, atoms, contains, length
-from tp_ext.auto.record.edits import Conversion, Draw, Output
+from tp_ext.auto.record.edits import Draw, Output
 from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
 from tp_ext.auto.record.record import Record, tensors
@@ -184,14 +184,10 @@ class Planner:
         cut: Any,
         tokens: TokenFlow | None = None,
     ) -> Finder:
-        """Places the collectives of these decisions. A sum that a call of its module must not make goes elsewhere."""
-        banned: frozenset[Conversion] = frozenset()
-        while True:
-            finder = Finder(self.record, decisions, roles, heads, cut, tokens, banned)
-            finder.find()
-            if not (unwanted := finder.unwanted()):
-                return finder
-            banned |= unwanted
+        """Places the collectives of these decisions."""
+        finder = Finder(self.record, decisions, roles, heads, cut, tokens)
+        finder.find()
+        return finder
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
         """Returns the roles of modules that layers replace: linear layers and embeddings that use their own weight."""

@@ -37,8 +37,7 @@ class TypedRecord(Protocol):
     sums: PartialSums
     sharded: set[int]
     whole_heads: set[Atom]
-
-    def type_now(self, tensor: Tensor) -> frozenset[str]: ...
+    partial_sums: set[int]
 
 
 def find_summed_calls(finder: TypedRecord, flow: FlowWithSums) -> None:
@@ -79,8 +78,7 @@ def localize_norms(model: nn.Module, calls: Sequence[Conversion], rank: int, p: 
 def _conversion(finder: TypedRecord, step: Step, call: ModuleCall, dim: int, factor: Factor) -> Conversion:
     name, calls = SUMMED_CALLS[step.function], finder.record.python_calls
     same = [i for i in range(call.first, min(call.last, len(calls))) if calls[i][:2] == (step.module, name)]
-    types = frozenset[str]().union(*map(finder.type_now, step.outputs))
-    after = R if "partial" in types or id(step.outputs[0]) in finder.sharded else I
+    after = R if step.place in finder.partial_sums or id(step.outputs[0]) in finder.sharded else I
     return Conversion(step.module, "call", (name, same.index(step.index), len(same)), P, after, dim, factor)
 
 

@@ -11,7 +11,8 @@ from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record, Step
-from tp_ext.auto.search.flow import PARTIAL, Finder
+from tp_ext.auto.search.flow import Finder
+from tp_ext.auto.search.place import PARTIAL
 from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 from tp_ext.conversions import I, R, Type
 
