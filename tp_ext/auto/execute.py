@@ -45,7 +45,7 @@ from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
 from tp_ext.model.layer_shares import know_that_they_agree
-from tp_ext.model.layouts import carry_attributes, declare_layouts, layouts_of
+from tp_ext.model.layouts import carry_attributes, carry_gradient, declare_layouts, layouts_of
 from tp_ext.nn.linear import ColumnParallelLinear, RowParallelLinear
 from tp_ext.outside.live_shards import Replaced
 from tp_ext.sharding import Layout
@@ -234,6 +234,8 @@ class _Applied:
                 layer._parameters[attribute] = full  # a row layer's bias: replicated, maybe tied
             elif self.new.setdefault(id(full), parameter) is not parameter:
                 setattr(layer, attribute, self.new[id(full)])
+            else:
+                carry_gradient(parameter, full, layer.tp_layouts[attribute])
         self.replace(name, layer)
 
     def shard_in_place(self, name: str) -> None:
@@ -252,6 +254,7 @@ class _Applied:
     def sharded(self, full: nn.Parameter, layout: Layout) -> nn.Parameter:
         shard = nn.Parameter(layout.shard(full.detach()), requires_grad=full.requires_grad)
         carry_attributes(shard, full, layout)
+        carry_gradient(shard, full, layout)
         return shard
 
     def shard_buffers(self) -> None:

@@ -80,13 +80,9 @@ def mirror_layouts(module: nn.Module) -> None:
 
 
 def carry_attributes(new: Tensor, old: Tensor, layout: Layout) -> None:
-    """Gives a shard the attributes that users have put on the full parameter, such as tags for groups of an optimizer,
-    and its gradient. Tensors of the shape of the full parameter are sharded as it is."""
+    """Gives a shard the attributes that users have put on the full parameter, such as tags for groups of an optimizer.
+    Tensors of the shape of the full parameter are sharded as it is."""
     values = {name: value for name, value in old.__dict__.items() if name not in MIRRORED}
-    if (grad_dtype := getattr(old, "grad_dtype", new.dtype)) != new.dtype:  # before the gradient, which has it
-        new.grad_dtype = grad_dtype
-    if old.is_leaf and old.grad is not None:
-        new.grad = layout.shard(old.grad.detach()) if layout else old.grad.detach().clone()
     for name, value in values.items():
         is_elementwise = isinstance(value, Tensor) and value.shape == old.shape
         new.__dict__[name] = layout.shard(value) if is_elementwise else value
@@ -102,19 +98,33 @@ def refuse_computed(where: str, module: nn.Module, *names: str) -> None:
             )
 
 
+def carry_gradient(new: Tensor, old: Tensor, layout: Layout) -> None:
+    """Gives the shard of a parameter that it replaces in its model the shard of the gradient. A layer that copies the
+    weights of another, such as ``from_linear``, begins without one."""
+    if (grad_dtype := getattr(old, "grad_dtype", new.dtype)) != new.dtype:  # before the gradient, which has it
+        new.grad_dtype = grad_dtype
+    if old.is_leaf and old.grad is not None:
+        new.grad = layout.shard(old.grad.detach()) if layout else old.grad.detach().clone()
+
+
 def refuse_wrapped(model: nn.Module, what: str) -> None:
     """Raises a ValueError if DDP, which keeps a list of parameters, is inside of a model whose parameters change."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(f"model: has DistributedDataParallel inside, which knows its parameters; {what} before it")
 
 
+def hooks_of(param: Tensor) -> str:
+    """Returns why hooks of users on the gradient of a parameter cannot be those of a shard; "": it has none."""
+    if not (param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)):
+        return ""
+    return "has hooks on its gradient, which would get that of a shard; register them after it is sharded"
+
+
 def uncarried(param: Tensor) -> str:
     """Returns what of a parameter cannot be that of a shard, hooks of users or a sparse gradient; "": nothing."""
-    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-        return "has hooks on its gradient, which would get that of a shard; register them after it is sharded"
     if param.is_leaf and param.grad is not None and param.grad.layout != torch.strided:
         return "has a sparse gradient, of which there are no shards; clear it before, by zero_grad()"
-    return ""
+    return hooks_of(param)
 
 
 def declare_layouts(module: nn.Module, layouts: Mapping[str, Layout]) -> None:

@@ -16,7 +16,7 @@ from tp_ext.invariance import block_sizes, blocks_in_shares, check_ranks, curren
 from tp_ext.mesh import DataAxes
 from tp_ext.model.carriers import Carriers
 from tp_ext.model.layer_shares import FirstCall, check_activations, meet_once, take_shares
-from tp_ext.model.layouts import ShardingView, carry_attributes, mirror_layouts, uncarried
+from tp_ext.model.layouts import ShardingView, carry_attributes, hooks_of, mirror_layouts
 from tp_ext.random import Init, follows_first, initialise_
 from tp_ext.sharding import CopiedRows, Layout, Part, Sharding, split_sizes
 from tp_ext.share_sizes import Weights
@@ -232,16 +232,16 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def copy_shards(self, dense: nn.Module) -> None:
-        """Copies this rank's shard, ``requires_grad``, the gradient and the attributes of each parameter of ``dense``,
-        which has the full parameters under the same names.
+        """Copies this rank's shard, ``requires_grad`` and the attributes of each parameter of ``dense``, which has the
+        full parameters under the same names.
 
         Raises:
-            ValueError: one has hooks on its gradient, or a sparse one.
+            ValueError: one has hooks on its gradient.
         """
         for name, full in dense.named_parameters():
             if name not in self._parameters:
                 raise ValueError(f"{name}: is no parameter of {type(self).__name__}")
-            if problem := uncarried(full):
+            if problem := hooks_of(full):
                 raise ValueError(f"{name}: {problem}")
             local = getattr(self, name)
             local.copy_(self.tp_layouts[name].shard(full))
