@@ -31,10 +31,10 @@ from tp_ext.checkpoint.files.entry_files import EntryWriter
 from tp_ext.checkpoint.files.metadata import with_checksum
 from tp_ext.checkpoint.files.reader import EXTRA, METADATA, CheckpointReader
 from tp_ext.checkpoint.files.write_lock import WriteLock, check_lock_timeout
-from tp_ext.checkpoint.known_plans import plan_of_model
 from tp_ext.checkpoint.optimizer_state import check_optimizer
 from tp_ext.checkpoint.plan_exchange import exchange_plans
 from tp_ext.checkpoint.save_plan import GlobalPlan, Payload, RankPlan, pairs
+from tp_ext.checkpoint.sharded import plan_of_model
 from tp_ext.checkpoint.sharded_load import load_from
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes

@@ -49,19 +49,12 @@ class HeldChunks(NamedTuple):
 class Options(dict[str, Any]):
     """The options of a parameter group in a state dict, as one entry of each of its parameters."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        super().__init__(options_of(group))
-        self.group = group
+    group: dict[str, Any]  # the live one
 
     @cached_property
     def are_plain(self) -> bool:
         """Whether none is a tensor, or a nested value, which has an entry for each of its elements."""
         return not any(isinstance(option, Tensor) or _is_nested(option) for option in self.values())
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group that are saved."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 class PlannedChunk(NamedTuple):

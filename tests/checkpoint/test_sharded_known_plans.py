@@ -11,7 +11,7 @@ from torch import nn
 import tp_ext
 from tests.helpers import simulated
 from tests.helpers.on_ranks import on_ranks
-from tp_ext.checkpoint import known_plans
+from tp_ext.checkpoint import sharded
 from tp_ext.model.census import census
 from tp_ext.sharding import Layout, Sharding
 
@@ -34,7 +34,7 @@ def _trained(group, **options):
 
 
 def _plan(model, optimizer):
-    return known_plans.plan_of_model(census(model), optimizer, stages_differ=False)
+    return sharded.plan_of_model(census(model), optimizer, stages_differ=False)
 
 
 def _same(found, wanted):
@@ -150,10 +150,10 @@ def _change(name, group):
     model[3].__class__ = type("Norm", (nn.BatchNorm1d,), {})
     _plan(model, optimizer)
     change(model, optimizer)
-    known = known_plans._plans.get(model)
+    known = sharded._plans.get(model)
     found = _plan(model, optimizer)
-    reused = known is not None and known_plans._plans.get(model) is known
-    known_plans._plans.pop(model, None)
+    reused = known is not None and sharded._plans.get(model) is known
+    sharded._plans.pop(model, None)
     _same(found, _plan(model, optimizer))
     return reused
 
@@ -190,10 +190,10 @@ def test_an_error_is_raised_by_each_save_and_a_model_is_not_kept(tmp_path):
         with pytest.raises(ValueError, match=r"optimizer: a parameter of shape \(3,\) must be one of the module's"):
             tp_ext.save_checkpoint(tmp_path, model, optimizer)
     tp_ext.save_checkpoint(tmp_path, model)
-    different = known_plans.plan_of_model(census(model), None, stages_differ=True)[0]
+    different = sharded.plan_of_model(census(model), None, stages_differ=True)[0]
     assert "0.qkv.weight" in different.names and not _plan(model, None)[0].names
     reference = weakref.ref(model)
-    assert model in known_plans._plans
+    assert model in sharded._plans
     del model, optimizer
     gc.collect()
     assert reference() is None
