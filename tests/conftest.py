@@ -72,6 +72,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries report objects that outlive the interpreter
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     ranks.close_costly()
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
