@@ -317,7 +317,7 @@ def test_attentions_of_transformers_are_not_those_of_a_rank(group: Any) -> None:
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "loops": ({"n": 2}, "n"),
+    "loops": ({"n": 2}, RIGHT),
     "no loop": ({"n": 0}, RIGHT),
     "scale": ({"scale": 1.5}, RIGHT),
     "scale that is tested": ({"scale": 2.5}, "scale"),

@@ -65,6 +65,7 @@ class TypedOperators(Protocol):
     def blamed(self, places: Iterable[int]) -> frozenset[Atom]: ...
 
 
+# [Note: sums of gradients are a minimum cut]
 class SumPlacement:
     """The types of gradients and the sums that complete them, for the decisions of a finder."""
 
