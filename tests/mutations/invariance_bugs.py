@@ -169,9 +169,9 @@ INVARIANCE_BUGS = [
     ),
     _bug(
         "auto_silu",
-        "tp_ext/auto/search/in_blocks.py",
-        '    "silu": {F.silu},\n',
-        '    "silu": set(),\n',
+        "tp_ext/auto/record/operators.py",
+        '_rows("silu", replaced="silu"),',
+        '_rows("silu"),',
         "torch's SiLU, whose last elements have other bits, is not replaced, and refused.",
         f"{AUTO_BITS}[fp32]",
     ),
