@@ -59,10 +59,11 @@ def meet_once(layer: Any) -> None:
         need_not_meet(layer)
 
 
-def need_not_meet(layer: nn.Module) -> None:
+def need_not_meet(layer: Any) -> None:
     """Notes that a layer has nothing, or nothing more, to compare with the other ranks at its first call or draw."""
-    # torch's own attribute: that of a layer that has been compiled stays
-    vars(layer).setdefault("_compiled_call_impl", None)
+    # torch's own attribute: that of a layer that has been compiled stays. The oldest torch traces no `setdefault` here
+    if "_compiled_call_impl" not in layer.__dict__:
+        layer._compiled_call_impl = None
 
 
 def know_that_they_agree(model: nn.Module) -> None:
