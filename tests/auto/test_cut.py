@@ -30,7 +30,7 @@ def _best(
 ) -> set[int] | None:
     """The nodes that are R in the cheapest assignment, of several in the one with the fewest; None: there is none."""
     best: tuple[int, int] | None = None
-    found: set[int] | None = None
+    cheapest: set[int] | None = None
     others = [node for node in range(1, len(graph.joined)) if node not in sinks]
     for chosen in itertools.product([False, True], repeat=len(others)):
         inside = sinks | {node for node, is_inside in zip(others, chosen, strict=True) if is_inside}
@@ -44,8 +44,8 @@ def _best(
         if closed.isdisjoint(crossed):
             cost = sum(b.cost for b in crossed), len(inside)
             if best is None or cost < best:
-                best, found = cost, inside
-    return found
+                best, cheapest = cost, inside
+    return cheapest
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 50))

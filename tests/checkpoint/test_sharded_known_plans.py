@@ -37,8 +37,8 @@ def _plan(model, optimizer):
     return sharded.plan_of_model(census(model), optimizer, stages_differ=False)
 
 
-def _same(found, wanted):
-    (plan, payload), (wanted_plan, wanted_payload) = found, wanted
+def _same(known, fresh):
+    (plan, payload), (wanted_plan, wanted_payload) = known, fresh
     assert plan == wanted_plan and len(payload) == len(wanted_payload)
     for value, other in zip(payload, wanted_payload, strict=True):
         if isinstance(other, torch.Tensor):

@@ -209,7 +209,7 @@ def test_inputs_and_outputs(tmp_path):
 
 @on_ranks(2, backend="gloo", timeout=SECONDS)
 def test_linears_of_few_and_many_rows_have_the_bits_of_the_layers(group):
-    """Of a size at which layers have kernels for few rows; the compiler would call a product of torch's."""
+    """The layers have kernels for few rows at this size; the compiler would call a product of torch's."""
     tp_ext.manual_seed(1)
     layers = (tp_ext.ColumnParallelLinear(512, 256, group=group), tp_ext.RowParallelLinear(256, 512, group=group))
     model, folder = nn.Sequential(*layers).eval(), folder_of_all(group)

@@ -53,7 +53,7 @@ class Options(dict[str, Any]):
 
     @cached_property
     def are_plain(self) -> bool:
-        """Whether none is a tensor, or a nested value, which has an entry for each of its elements."""
+        """True if every option is one entry: a tensor is none, and a nested value has an entry for each element."""
         return not any(isinstance(option, Tensor) or _is_nested(option) for option in self.values())
 
 

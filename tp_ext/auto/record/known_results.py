@@ -50,19 +50,19 @@ class KnownResults:
         if (known := _known.get(key)) is not None:
             is_tuple, forms = known
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-                made = tuple(FakeTensor(self.fakes, _made(form, args[0]), CPU) for form in forms)
-            return made if is_tuple else made[0]
+                results = tuple(FakeTensor(self.fakes, _made(form, args[0]), CPU) for form in forms)
+            return results if is_tuple else results[0]
         result = func(*args, **kwargs)
         results = result if isinstance(result, tuple) else (result,)
         with torch._C.DisableTorchFunction():
-            given = [args[0]] if func.is_view else tree_leaves((args, kwargs))
-            memory = {_memory(x) for x in given if isinstance(x, Tensor)}
+            arguments = [args[0]] if func.is_view else tree_leaves((args, kwargs))
+            memory = {_memory(x) for x in arguments if isinstance(x, Tensor)}
             if len(_known) < MAX_KNOWN and all(self._has_form(x, memory, func.is_view) for x in results):
                 _known[key] = isinstance(result, tuple), [_form(x, func.is_view) for x in results]
         return result
 
     def _key(self, value: Any) -> Any:
-        """What of an argument decides on the results; ``_UNKNOWN``: there may be more than this finds."""
+        """Returns the part of an argument that decides on the results; ``_UNKNOWN``: there may be other parts."""
         kind = type(value)
         if kind in VALUES:
             return kind, value
@@ -84,15 +84,14 @@ class KnownResults:
         )
         return is_ordinary
 
-    def _has_form(self, result: Any, given: Collection[int], is_view: bool) -> bool:
-        """True for a tensor of which nothing but its form matters: it has memory of its own, or that of the argument of
-        which it is a view."""
+    def _has_form(self, result: Any, memory: Collection[int], is_view: bool) -> bool:
+        """True for a tensor that its form describes: it has its own memory, or is a view of an argument."""
         return (
             type(result) is FakeTensor
             and self._is_ordinary(result)
             and (is_view or not result.storage_offset())
             and not result.requires_grad
-            and (_memory(result) in given) == is_view
+            and (_memory(result) in memory) == is_view
         )
 
 

@@ -38,7 +38,7 @@ Kind = str | Atom  # of what must be R: always, or while the tokens of an atom a
 
 
 class TypedOperators(Protocol):
-    """What each operator does on the ranks, and what is found here of its gradients."""
+    """The finder of a plan, as the placement reads it: types of operators and tensors on the ranks."""
 
     record: Record
     tokens: TokenFlow | None
