@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tp_ext._object_collectives import is_alive
-from tp_ext.checkpoint.save_plan import Payload
+from tp_ext.checkpoint.save_plan import PLAIN_TENSORS, Payload
 
 
 class RunningSave(Future[None]):
@@ -133,9 +133,6 @@ def group_of_saves(process_group: ProcessGroup | None) -> ProcessGroup | None:
     return entry[1]
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 @torch.no_grad()
 def copy_to_host(payload: Payload) -> None:
     """Replaces each tensor by a copy in the memory of the host, complete on return."""
@@ -144,7 +141,7 @@ def copy_to_host(payload: Payload) -> None:
     for index, entry in enumerate(payload):
         if not isinstance(entry, Tensor):
             continue
-        if entry.is_cpu and type(entry) in _PLAIN:
+        if entry.is_cpu and type(entry) in PLAIN_TENSORS:
             plain[index] = entry
             continue
         payload[index] = _copied(entry)

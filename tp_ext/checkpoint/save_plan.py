@@ -37,6 +37,10 @@ from tp_ext.model.fqn import StateDict
 KeyPath = tuple[str | int, ...]
 
 
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+"""Types of tensors whose operators are torch's own: a subclass may copy, or be saved, in another way."""
+
+
 class HeldChunks(NamedTuple):
     """The chunks of a full tensor on this rank: :class:`ChunkedTensor` without a tensor, which takes 8 us. They are
     views of ``value``, or the value itself."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tp_ext.checkpoint.chunked_tensor import ChunkedTensor
 from tp_ext.checkpoint.files.entry_files import saved_option, value_key
 from tp_ext.checkpoint.optimizer_state import HeldState
-from tp_ext.checkpoint.save_plan import EntrySource, HeldChunks, Options, Payload, RankPlan, plan_of_rank
+from tp_ext.checkpoint.save_plan import PLAIN_TENSORS, EntrySource, HeldChunks, Options, Payload, RankPlan, plan_of_rank
 from tp_ext.chunks import LocalChunk
 from tp_ext.group import NOT_GIVEN, Group
 from tp_ext.mesh import mesh_axes
@@ -111,7 +111,6 @@ _StoredChunk = tuple[
 ]  # offsets, sizes, begin in the local tensor's storage, owned
 
 
-_PLAIN = (Tensor, nn.Parameter)
 _NESTED = (dict, list, tuple)
 
 
@@ -148,7 +147,7 @@ class LocalChunks:
     def of(self, value: Tensor, layout: Layout) -> tuple[torch.Size, list[LocalChunk]]:
         """Returns :meth:`ModelGroups.local_chunks`."""
         # DTensors and other subclasses are cut in ways that shape and strides do not determine
-        if type(value) not in _PLAIN:
+        if type(value) not in PLAIN_TENSORS:
             return self._groups.local_chunks(value, layout)
         shape, places = self._places(value, layout)
         value = value.detach()
@@ -165,7 +164,7 @@ class LocalChunks:
         """Returns the entry of a tensor; a single number, and a tensor without elements, as a tensor."""
         if not value.dim():  # stagers do not treat a single number as a tensor
             return value if self._for_plan else value.detach()
-        if self._for_plan and owned and type(value) in _PLAIN:
+        if self._for_plan and owned and type(value) in PLAIN_TENSORS:
             shape, places = self._places(value, layout)
             # Most of them: all that the rank has is one chunk, of which it need not make a view
             if len(places) == 1 and places[0][1] == value.shape and places[0][3]:
@@ -283,7 +282,7 @@ def _live(model: Census, optimizer: Optimizer | None, stages_differ: bool) -> _L
             states = [held.of(param) for param in group["params"]]
             form += map(tuple, states)
             tensors += [value for state in states for value in state.values()]
-    if not {type(t) for t in tensors}.issubset(_PLAIN) or {t.layout for t in tensors} - {torch.strided}:
+    if not {type(t) for t in tensors}.issubset(PLAIN_TENSORS) or {t.layout for t in tensors} - {torch.strided}:
         return None
     if {t.is_nested or t.is_quantized for t in tensors} - {False}:
         return None
