@@ -9,7 +9,6 @@ made of. The sums are the f and g of Megatron-LM (arXiv:1909.08053, section 3), 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,8 +26,6 @@ from tp_ext.auto.search.summed_calls import find_summed_calls
 from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P
 from tp_ext.sharding import Sharding
-
-NOTHING: Types = frozenset()
 
 
 @dataclass
@@ -146,7 +143,7 @@ class Finder:
     # ------------------------------------------------------------ backward
 
     def place_sums(self) -> None:
-        """Places the sums of gradients at boundaries of modules, and checks them."""
+        """Places the sums of gradients at boundaries of modules."""
         number, placement = len(self.flow.problems), SumPlacement(self)
         placement.build()
         for boundary, tokens in placement.solve():
@@ -157,7 +154,7 @@ class Finder:
                 edits = [replace(edit, tokens=tokens) for edit in boundary.edits]
                 self.summed.setdefault(id_, {}).setdefault(key, []).extend(edits)
         if len(self.flow.problems) == number:
-            self.check()
+            self.find_unsharded()
 
     def given(self, step: Step, tensor: Tensor, types: Types) -> Types:
         """The type of the gradient that an operator gives one of its inputs."""
@@ -171,23 +168,7 @@ class Finder:
         if not self.working[step.place]:
             return types
         # Backward of a sum over the ranks hands its complete gradient to the term of each rank
-        return NOTHING if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
-
-    def converted(self, step: Step, tensor: Tensor, gradient: Types) -> Types:
-        """The type of a gradient before the boundary at which a tensor is sharded on its tokens, or gathered.
-
-        That of shards is complete: slices of the whole one, which a slice at a boundary gathers.
-        """
-        if self.tokens is None or not gradient or self.tokens.range_at(tensor, step.place) is None:
-            return gradient
-        gather = self.tokens.gather_at(tensor, step.place)
-        if step.place not in self.tokens.steps:
-            if gather is not None and gather.whole is I:
-                return gradient  # as of a replicated tensor
-            if gather is None or gradient != {PARTIAL}:
-                text = f"tokens are gathered for {sorted(gradient)} gradients in {step.reason}"
-                self.flow.problems.append(Problem(step.module, text, tuple(self.tokens.steps)))
-        return COMPLETED
+        return frozenset() if self.is_partial_in(tensor, step) else frozenset({PARTIAL})
 
     def views_before(self, tensor: Tensor, place: int) -> list[int]:
         """The other replicated tensors, by id, that share the memory of one when an operator writes into it."""
@@ -199,13 +180,6 @@ class Finder:
     def last_write(self, tensor: Tensor) -> int:
         """The place of the last operator that writes into the memory of a tensor; -1: none does."""
         return max((step.place for step in self.record.writes.get(id(self.record.root_of(tensor)), ())), default=-1)
-
-    def type_of_sum(self, step: Step) -> Types:
-        """The type of the gradient that an operator gets whose call sums its results over the ranks."""
-        if step.place in self.partial_sums:
-            return frozenset({PARTIAL})
-        has_gradient = any(id(tensor) in self.used or id(tensor) in self.outputs for tensor in step.outputs)
-        return COMPLETED if has_gradient else NOTHING
 
     def blamed(self, places: Iterable[int]) -> frozenset[Atom]:
         """Returns the sharded atoms that make the gradients of these operators' inputs partial."""
@@ -227,63 +201,10 @@ class Finder:
                 left += [use for t in step.outputs for use, types in self.used.get(id(t), ()) if PARTIAL in types]
         return frozenset(blamed)
 
-    # ------------------------------------------------------------ a second computation, as a check
-
-    def check(self) -> None:
-        """Recomputes the types of gradients with the sums in place. Every sum must stand where the whole gradient is
-        partial, and no gradient may remain partial."""
-        record, gradients = self.record, dict.fromkeys(self.outputs, COMPLETED)
-        under: dict[tuple[int, int, int], Types] = {
-            (id_, *key): NOTHING for id_, sums in self.summed.items() for key in sums
-        }
-        # For tensors written in place, the types with the place from which on they are summed: at an argument of a
-        # module that begins after the operator that writes, or at the output of one that ends after it
-        written: dict[int, list[tuple[Types, int]]] = {id_: [(types, sys.maxsize)] for id_, types in gradients.items()}
-        for step in reversed(record.steps):
-            types = NOTHING
-            for tensor in step.outputs:
-                if any(tensor is t for t in step.inputs):
-                    memory = [id(tensor), *self.views_before(tensor, step.place)]
-                    uses = [use for id_ in memory for use in written.get(id_, ())]
-                    types = types.union(*(COMPLETED if summed > step.place else gradient for gradient, summed in uses))
-                else:
-                    types |= gradients.get(id(tensor), NOTHING)
-            if step.place in self.sums.by_call and types and types != self.type_of_sum(step):
-                self.problem(step.module, f"the gradient of {step.reason} is {sorted(types)}")
-            # Whatever comes in, an operator on shards gives each rank the terms of its shard
-            if self.working[step.place]:
-                types = frozenset({PARTIAL})
-            for tensor in step.inputs:
-                id_ = id(tensor)
-                # Gradients of sharded tensors are shards, those of tensors written here were handled above as outputs
-                if id_ not in self.differentiable or id_ in self.sharded or any(tensor is t for t in step.outputs):
-                    continue
-                if self.is_partial_in(tensor, step):
-                    continue
-                gradient = self.converted(step, tensor, self.given(step, tensor, types))
-                unsummed, summed = gradient, -1
-                for start, stop in self.summed.get(id_, ()):
-                    after = start if stop < sys.maxsize else max(start, self.last_write(tensor) + 1)
-                    if after <= step.place < stop:
-                        under[id_, start, stop] |= gradient
-                        gradient, summed = (COMPLETED, max(summed, after)) if gradient else (gradient, summed)
-                written.setdefault(id_, []).append((unsummed, summed))
-                gradients[id_] = gradients.get(id_, NOTHING) | gradient
-        # A sum of what is complete would be p times too large; a sum of nothing, of a use that the flow expected and
-        # that is not there, would be a collective for nothing
-        for key, types in under.items():
-            copy = self.summed[key[0]][key[1:]][0]
-            is_returned = key[0] in self.outputs and key[2] == sys.maxsize
-            if types != {SHARDS if copy.tokens else PARTIAL} or is_returned:
-                self.problem(
-                    copy.module, f"the gradient of an {copy.at} of {copy.module or 'the model'} is {sorted(types)}"
-                )
-        for id_, (name, tensor) in record.parameters.items():
-            if name in self.cut:
-                continue
-            if gradients.get(id_, NOTHING) & {PARTIAL, SHARDS}:
-                self.problem(name, f"the gradient of {name} stays partial")
-            if id_ in self.sharded:
+    def find_unsharded(self) -> None:
+        """Adds a problem for each parameter that has a sharded dim and is whole, such as by a hint."""
+        for id_, (name, tensor) in self.record.parameters.items():
+            if name not in self.cut and id_ in self.sharded:
                 text = f"{name} has a sharded dim and is not sharded"
-                carried = (decision for decision in self.chosen if carries(record, tensor, decision.sharded))
-                self.flow.problems += [Problem(next(iter(decision.parameters)), text) for decision in carried]
+                carried = (decision for decision in self.chosen if carries(self.record, tensor, decision.sharded))
+                self.problems += [Problem(next(iter(decision.parameters)), text) for decision in carried]

@@ -62,7 +62,7 @@ class Constants:
 
     def constants(self, step: Step, local: set[int]) -> None:
         for tensor in step.inputs:
-            # A parameter here has a sharded dim and no shard: `Finder.check` reports it
+            # A parameter here has a sharded dim and no shard: `Finder.find_unsharded` reports it
             if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in self.record.parameters:
                 self.constant(step, tensor, local)
 

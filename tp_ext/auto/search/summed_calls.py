@@ -7,7 +7,7 @@ Where sharded work uses them, their gradient is partial, and is summed there, to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -38,6 +38,8 @@ class TypedRecord(Protocol):
     sharded: set[int]
     whole_heads: set[Atom]
     partial_sums: set[int]
+    used: dict[int, Any]
+    outputs: set[int]
 
 
 def find_summed_calls(finder: TypedRecord, flow: FlowWithSums) -> None:
@@ -49,6 +51,12 @@ def find_summed_calls(finder: TypedRecord, flow: FlowWithSums) -> None:
         blame.setdefault(step.module, set()).update(finder.sums.atoms & atoms_in(step.contracted))
         call = next((c for c in record.calls if c.module == step.module and c.start <= step.place < c.stop), None)
         factor = _factor(finder, step)
+        # Indices alone come of it, as of a codebook, whose code makes other calls in eval mode
+        ids = {id(t) for t in step.outputs} & record.differentiable
+        if ids and ids.isdisjoint((*finder.used, *finder.outputs, *finder.sharded)):
+            text = f"the result of {step.reason} has no gradient"
+            flow.problems.append(Problem(step.module, text))
+            continue
         if call is None or factor is None:
             text = f"{step.reason} sums over a dim that has a sharded factor inside"
             flow.problems.append(Problem(step.module, text, blame=frozenset(blame[step.module])))
