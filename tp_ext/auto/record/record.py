@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from tp_ext.auto.record.rules import OperatorCall
 from tp_ext.mesh_program.partition_spec import P
 
 PLAIN = frozenset({type(None), bool, int, float, str})
+T = TypeVar("T")
 MAPPINGS = (dict, Mapping)  # dict first: of an abstract class each question takes long
 
 
@@ -237,6 +239,38 @@ class Record:
 
     def reason(self, what: str) -> Reason:
         return Reason(what, self.modules[-1], source_line())
+
+    # ------------------------------------------------------------ of a record that is complete
+
+    @functools.cached_property
+    def calls_of(self) -> dict[str, list[ModuleCall]]:
+        """The calls of each module."""
+        calls: dict[str, list[ModuleCall]] = {}
+        for call in self.calls:
+            calls.setdefault(call.module, []).append(call)
+        return calls
+
+    @functools.cached_property
+    def taken_by(self) -> dict[int, list[tuple[ModuleCall, LeafPath]]]:
+        """The calls that take each tensor, by its id, with its place among their arguments."""
+        return _by_tensor((t, (call, path)) for call in self.calls for path, t in call.inputs)
+
+    @functools.cached_property
+    def returned_by(self) -> dict[int, list[tuple[ModuleCall, LeafPath]]]:
+        """The calls that return each tensor, by its id, with its place in their results."""
+        return _by_tensor((t, (call, path)) for call in self.calls for path, t in call.outputs)
+
+    @functools.cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """The operators that use each tensor, by its id."""
+        return _by_tensor((t, step.place) for step in self.steps for t in {id(t): t for t in step.inputs}.values())
+
+
+def _by_tensor(pairs: Iterable[tuple[Tensor, T]]) -> dict[int, list[T]]:
+    values: dict[int, list[T]] = {}
+    for tensor, value in pairs:
+        values.setdefault(id(tensor), []).append(value)
+    return values
 
 
 def source_line() -> str:

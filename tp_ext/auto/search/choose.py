@@ -409,6 +409,12 @@ def carries(record: Record, tensor: Tensor, sharded: Iterable[Atom]) -> bool:
     return not all(atoms_in(label).isdisjoint(sharded) for label in record.dims.get(id(tensor), ()))
 
 
+def sharded_dims(record: Record, tensor: Tensor, chosen: Iterable[Decision]) -> Iterator[tuple[int, Dim, Decision]]:
+    """Yields the dims of a tensor, and of each the decisions that shard it."""
+    for dim, label in enumerate(record.dims_of(tensor)):
+        yield from ((dim, label, decision) for decision in chosen if decision.occurs(label))
+
+
 def local_length(dim: Dim, sizes: Mapping[Atom, int]) -> int:
     """Returns the length of a dim on a rank, where its sharded atoms have these sizes."""
     length = 1

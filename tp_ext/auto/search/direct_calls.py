@@ -17,8 +17,8 @@ from tp_ext.auto.record.dims import Atom, atoms, atoms_in
 from tp_ext.auto.record.edits import Conversion, DirectCall, Factor, gathered_output, leaf_name
 from tp_ext.auto.record.record import ModuleCall, Record
 from tp_ext.auto.search.choose import constant_atoms
-from tp_ext.auto.search.flow import Finder
-from tp_ext.auto.search.place import COMPLETE, PARTIAL
+from tp_ext.auto.search.flow import Flow
+from tp_ext.auto.search.infer import COMPLETE, PARTIAL
 from tp_ext.auto.search.tokens import TokenGather
 from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding
@@ -28,23 +28,23 @@ class _NoConversionError(Exception):
     """A tensor at the boundary of a module cannot be converted."""
 
 
-def direct_calls(finder: Finder, edited: Iterable[str], local: Iterable[str]) -> list[DirectCall]:
+def direct_calls(flow: Flow, edited: Iterable[str], local: Iterable[str]) -> list[DirectCall]:
     """Returns the conversions of a direct call, for each module that a plan edits and those around them.
 
     Args:
-        finder: of the plan, after its search.
+        flow: of the plan.
         edited: names of the modules that the plan edits: any other computes on whole tensors as without a plan.
         local: names of the modules whose own code reads integers, parameters or buffers of a shard.
     """
     around = {name for module in edited for name in with_parents(module)}
     local = set(local)
     conversions: dict[str, DirectCall] = {}
-    constant = constant_atoms(finder.record)
-    for call in finder.record.calls:
+    constant = constant_atoms(flow.types.record)
+    for call in flow.types.record.calls:
         if call.module and call.module in around:
-            new = _Boundary(finder, call).conversions()
+            new = _Boundary(flow, call).conversions()
             common = _common(conversions.setdefault(call.module, new), new)
-            conversions[call.module] = _with_call(common, finder.record, call, constant)
+            conversions[call.module] = _with_call(common, flow.types.record, call, constant)
     return [_refused_in(direct, local) if direct.has_shards else direct for direct in conversions.values()]
 
 
@@ -91,8 +91,8 @@ def _common(one: DirectCall, other: DirectCall) -> DirectCall:
 class _Boundary:
     """The boundary of one call of a module."""
 
-    def __init__(self, finder: Finder, call: ModuleCall) -> None:
-        self.finder, self.call = finder, call
+    def __init__(self, flow: Flow, call: ModuleCall) -> None:
+        self.flow, self.types, self.call = flow, flow.types, call
 
     def conversions(self) -> DirectCall:
         try:
@@ -122,7 +122,7 @@ class _Boundary:
         copies = [path for path, tensor in inputs if PARTIAL in self.gradients(tensor, inside=True)]
         # A partial result that this module sums itself has a gradient as any other
         whole = [
-            (path, t) for path, t in self.call.outputs if id(t) not in self.finder.sharded and not self.is_partial(t)
+            (path, t) for path, t in self.call.outputs if id(t) not in self.types.sharded and not self.is_partial(t)
         ]
         partial = [path for path, tensor in whole if self.expects_partial(tensor)]
         edits = [Conversion(module, "argument", path, I, R) for path in copies]
@@ -135,12 +135,12 @@ class _Boundary:
         Raises:
             _NoConversionError: a dim has a sharded factor with others before it, such as heads after a batch.
         """
-        finder, shardings = self.finder, list[Sharding]()
-        for dim, label in enumerate(finder.record.dims_of(tensor) if id(tensor) in finder.flow.local else ()):
+        types, shardings = self.types, list[Sharding]()
+        for dim, label in enumerate(types.record.dims_of(tensor) if id(tensor) in self.flow.local else ()):
             inside = atoms_in(label)
-            for decision in finder.chosen:
+            for decision in types.chosen:
                 # Logits have their full shape for any code
-                if decision.atom in finder.whole_heads or inside.isdisjoint(decision.sharded):
+                if decision.atom in types.whole_heads or inside.isdisjoint(decision.sharded):
                     continue
                 parts = decision.parts(label)
                 if parts is None:
@@ -150,10 +150,10 @@ class _Boundary:
 
     def is_partial(self, tensor: Tensor) -> bool:
         """True if a result is summed by a module around this one."""
-        module = self.finder.partial.get(id(tensor))
+        module = self.types.partial.get(id(tensor))
         if module is None or self.is_inside(module):
             return False
-        if any(id(given) in self.finder.partial for _, given in self.call.inputs):
+        if any(id(given) in self.types.partial for _, given in self.call.inputs):
             raise _NoConversionError("it takes and returns terms of a sum over the ranks")
         return True
 
@@ -163,13 +163,13 @@ class _Boundary:
     def gradients(self, tensor: Tensor, inside: bool) -> set[str]:
         """The types of the gradients that a tensor gets from its uses in this call, or from those after it, without
         sums at arguments there. Those of sharded tokens are complete: a direct call has all tokens."""
-        finder, call, types = self.finder, self.call, set[str]()
+        call, tokens, types = self.call, self.types.tokens, set[str]()
         first, stop = (call.start, call.stop) if inside else (call.stop, sys.maxsize)
-        sums = [(begin, end) for begin, end in finder.summed.get(id(tensor), ()) if end < sys.maxsize]
-        for place, of_use in finder.used.get(id(tensor), ()):
+        sums = [(begin, end) for begin, end in self.flow.summed.get(id(tensor), ()) if end < sys.maxsize]
+        for place, of_use in self.types.used.get(id(tensor), ()):
             if not first <= place < stop:
                 continue
-            gather = finder.tokens.gather_at(tensor, place) if finder.tokens is not None else None
+            gather = tokens.gather_at(tensor, place) if tokens is not None else None
             if gather is not None and gather.whole is R:  # with all tokens it is a sum, backward
                 is_summed, of_use = self.is_beyond(gather, inside), frozenset({PARTIAL})
             else:
@@ -190,14 +190,13 @@ class _Boundary:
         Raises:
             _NoConversionError: it is partial in some of its elements or uses.
         """
-        finder = self.finder
-        sums = [c for copies in finder.summed.get(id(tensor), {}).values() for c in copies if c.at == "output"]
+        sums = [c for copies in self.flow.summed.get(id(tensor), {}).values() for c in copies if c.at == "output"]
         if any(not self.is_inside(copy.module) for copy in sums):
             return False  # a module around this one completes it
-        returned = {call.module for call, _ in finder.returned_by.get(id(tensor), ())}
-        if any(copy.span is not None and copy.module in returned for copy in finder.flow.copies):
+        returned = {call.module for call, _ in self.types.record.returned_by.get(id(tensor), ())}
+        if any(copy.span is not None and copy.module in returned for copy in self.flow.copies):
             raise _NoConversionError("the gradient of a part of its result is summed")
-        types = self.gradients(tensor, inside=False) | ({COMPLETE} if id(tensor) in finder.outputs else set())
+        types = self.gradients(tensor, inside=False) | ({COMPLETE} if id(tensor) in self.types.outputs else set())
         if {PARTIAL, COMPLETE} <= types:
             raise _NoConversionError("the gradients of its result are summed in some of its uses")
         return PARTIAL in types

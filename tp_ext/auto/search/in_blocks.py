@@ -19,9 +19,9 @@ from tp_ext.auto.record.edits import DirectCall
 from tp_ext.auto.record.operators import OPERATORS, functions, row_of
 from tp_ext.auto.record.record import Step
 from tp_ext.auto.search.choose import carries
-from tp_ext.auto.search.flow import Finder
+from tp_ext.auto.search.flow import Flow
+from tp_ext.auto.search.infer import PARTIAL
 from tp_ext.auto.search.localize import is_conv1d
-from tp_ext.auto.search.place import PARTIAL
 from tp_ext.conversions import I, S
 
 if TYPE_CHECKING:
@@ -33,19 +33,19 @@ REPLACED = {name: functions(row.replaced) for name, row in OPERATORS.items() if 
 the model (:mod:`tp_ext.auto.modules.block_functions`)."""
 
 
-def plan_in_blocks(plan: Plan, finder: Finder, modules: Mapping[str, nn.Module], blocks: int) -> Plan:
+def plan_in_blocks(plan: Plan, flow: Flow, modules: Mapping[str, nn.Module], blocks: int) -> Plan:
     """Returns the plan with its blocks and the modules in which functions are replaced.
 
     Raises:
         ValueError: it computes something whose bits depend on the number of ranks; with the module and the operator.
     """
-    check = _Check(finder)
+    check = _Check(flow)
     check.layers(plan.roles, modules)
     check.sums()
     for step in check.steps_on_shards(plan.roles):
         if text := _dependence(step) or check.broadcast(step):
             check.refuse(step.module, text, (*step.inputs, *step.outputs))
-    functions = {step.module for step in finder.record.steps if _base(step) in REPLACED}
+    functions = {step.module for step in check.record.steps if _base(step) in REPLACED}
     functions |= {draw.module for draw in plan.masks} | {draw.caller for draw in plan.masks if draw.caller is not None}
     return replace(
         plan,
@@ -64,13 +64,13 @@ def whole_advice(name: str) -> str:
 class _Check:
     """Refuses what a plan computes with other bits for other numbers of ranks."""
 
-    def __init__(self, finder: Finder) -> None:
-        self.finder, self.record = finder, finder.record
+    def __init__(self, flow: Flow) -> None:
+        self.flow, self.types, self.record = flow, flow.types, flow.types.record
 
     def refuse(self, module: str, text: str, operands: Iterable[Tensor] = (), atoms: Collection[Atom] = ()) -> None:
         """Raises ValueError, with a parameter to leave whole: one that the operands or the atoms shard."""
         operands = list(operands)
-        for decision in self.finder.chosen:
+        for decision in self.types.chosen:
             if set(decision.sharded) & set(atoms) or any(carries(self.record, t, decision.sharded) for t in operands):
                 advice = whole_advice(next(iter(decision.parameters)))
                 break
@@ -89,18 +89,18 @@ class _Check:
 
     def sums(self) -> None:
         """Refuses sums of one term of each rank, which layers in blocks do not make."""
-        finder, record = self.finder, self.record
-        for partial in finder.flow.sums:
-            ids = [id_ for id_, module in finder.partial.items() if module == partial.module]
-            atoms = frozenset[Atom]().union(*(finder.sums.blame.get(id_, frozenset()) for id_ in ids))
+        types, record = self.types, self.record
+        for partial in self.flow.sums:
+            ids = [id_ for id_, module in types.partial.items() if module == partial.module]
+            atoms = frozenset[Atom]().union(*(types.blame.get(id_, frozenset()) for id_ in ids))
             self.refuse(partial.module, "returns a sum of one term of each rank", atoms=atoms)
         names = {id_: name for id_, (name, _) in record.parameters.items()}
-        for copy, tensor in zip(finder.flow.copies, finder.flow.copied, strict=True):
+        for copy, tensor in zip(self.flow.copies, self.flow.copied, strict=True):
             if id(tensor) in record.differentiable:
-                uses = [place for place, types in finder.used.get(id(tensor), ()) if PARTIAL in types]
+                uses = [place for place, of_use in types.used.get(id(tensor), ()) if PARTIAL in of_use]
                 used = f" in {record.steps[uses[0]].reason}" if uses else ""
                 text = f"has a gradient that is a sum of one term of each rank{used}"
-                self.refuse(names.get(id(tensor), copy.module), text, atoms=finder.blamed(uses))
+                self.refuse(names.get(id(tensor), copy.module), text, atoms=types.blamed(uses))
 
     def broadcast(self, step: Step) -> str:
         """Returns a text if an operator sums the gradient of a tensor that it broadcasts, else ""."""
@@ -113,7 +113,7 @@ class _Check:
     def steps_on_shards(self, roles: Mapping[str, str]) -> Iterator[Step]:
         """The operators on shards outside of layers. Logits keep their full shape for the model's code, which gathers
         them for other functions than those of tp_ext."""
-        inside = [atom for atom in self.finder.atoms if atom not in self.finder.whole_heads]
+        inside = [atom for atom in self.types.atoms if atom not in self.types.whole_heads]
         for step in self.record.steps:
             if step.module in roles or step.is_loss:
                 continue

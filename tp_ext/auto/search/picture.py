@@ -11,7 +11,7 @@ from torch import nn
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Conversion, Output
-from tp_ext.auto.record.record import ModuleCall, Record
+from tp_ext.auto.record.record import Record
 from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.direct_calls import with_parents
 from tp_ext.conversions import I, P, R, S
@@ -54,9 +54,7 @@ def outputs_of(
             result is sharded though the model's code sees its full shape.
         sizes: local lengths of the sharded atoms on rank 0.
     """
-    calls: dict[str, ModuleCall] = {}
-    for call in record.calls:
-        calls.setdefault(call.module, call)
+    calls = {name: first for name, (first, *_) in record.calls_of.items()}
     around = {parent for name in calls for parent in with_parents(name)[:-1]}
     outputs = []
     for call in sorted(calls.values(), key=lambda called: (called.start, -called.stop)):

@@ -9,17 +9,15 @@ cut between both is the list of conversions."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
 
 from torch import Tensor
 
 from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Conversion, LeafPath
 from tp_ext.auto.record.operators import row_of
-from tp_ext.auto.record.record import ModuleCall, Record, Step, span_start, tensors
-from tp_ext.auto.search.choose import Decision
+from tp_ext.auto.record.record import ModuleCall, Step, span_start, tensors
 from tp_ext.auto.search.cut import END, CutBoundary, TypeGraph
-from tp_ext.auto.search.partial_sums import PartialSums
+from tp_ext.auto.search.infer import COMPLETED, PARTIAL, SHARDS, InferredTypes, Types
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, R
@@ -29,48 +27,16 @@ SCALE = 1 << 32  # of bytes, so that of equal ones a preference decides: late te
 OUTPUT, RETURNED, ARGUMENT, PART = 1, 2, 3, 63  # a module's result, one that it was given, from outermost arguments on
 SOURCE = 0  # a node that is I
 SUM = "sum"  # the key of a node
-COMPLETE, PARTIAL = "complete", "partial"  # types of gradients
-SHARDS = "of shards"  # partial while tokens are sharded, else complete
-Types = frozenset[str]
-COMPLETED: Types = frozenset({COMPLETE})
 JOINED = frozenset({"joined"})  # the type of a gradient that has that of the operator's results
 Kind = str | Atom  # of what must be R: always, or while the tokens of an atom are sharded
 
 
-class TypedOperators(Protocol):
-    """The finder of a plan, as the placement reads it: types of operators and tensors on the ranks."""
-
-    record: Record
-    tokens: TokenFlow | None
-    sums: PartialSums
-    roles: Mapping[str, str]
-    cut: Mapping[str, Decision]
-    differentiable: set[int]
-    sharded: set[int]
-    outputs: set[int]
-    partial: dict[int, str]
-    inputs: dict[int, LeafPath]
-    by_id: dict[int, Tensor]
-    calls_with: dict[int, list[tuple[ModuleCall, LeafPath]]]
-    returned_by: dict[int, list[tuple[ModuleCall, LeafPath]]]
-    number_of_calls: dict[str, int]
-    used: dict[int, list[tuple[int, Types]]]
-    partial_sums: set[int]
-    problems: list[Problem]
-
-    def given(self, step: Step, tensor: Tensor, types: Types) -> Types: ...
-    def is_partial_in(self, tensor: Tensor, step: Step) -> bool: ...
-    def last_write(self, tensor: Tensor) -> int: ...
-    def views_before(self, tensor: Tensor, place: int) -> list[int]: ...
-    def blamed(self, places: Iterable[int]) -> frozenset[Atom]: ...
-
-
 # [Note: sums of gradients are a minimum cut]
 class SumPlacement:
-    """The types of gradients and the sums that complete them, for the decisions of a finder."""
+    """The types of gradients and the sums that complete them."""
 
-    def __init__(self, finder: TypedOperators) -> None:
-        self.finder, self.record, self.tokens = finder, finder.record, finder.tokens
+    def __init__(self, inferred: InferredTypes) -> None:
+        self.inferred, self.record, self.tokens = inferred, inferred.record, inferred.tokens
         self.graph = TypeGraph()
         self.nodes: dict[tuple[object, ...], int] = {}  # of a version of a tensor, behind the boundaries that follow
         self.meaning: dict[int, Tensor | Step] = {}
@@ -80,10 +46,7 @@ class SumPlacement:
         self.boundaries: list[CutBoundary] = []
         self.summed: list[tuple[Step, int]] = []  # operators whose results their call sums, with the node of these
         self.possible: dict[int, list[tuple[tuple[float, float], str, ModuleCall, list[LeafPath]]]] = {}
-        self.uses: dict[int, list[int]] = {}
-        for step in self.record.steps:
-            for tensor in step.inputs:
-                self.uses.setdefault(id(tensor), []).append(step.place)
+        self.build()
 
     # ------------------------------------------------------------ nodes
 
@@ -98,9 +61,9 @@ class SumPlacement:
 
     def is_typed(self, tensor: Tensor) -> bool:
         """True if a tensor has a gradient, which is not that of a shard."""
-        id_, finder = id(tensor), self.finder
-        is_cut = id_ in self.record.parameters and self.record.parameters[id_][0] in finder.cut
-        return id_ in finder.differentiable and id_ not in finder.sharded and not is_cut
+        id_, inferred = id(tensor), self.inferred
+        is_cut = id_ in self.record.parameters and self.record.parameters[id_][0] in inferred.cut
+        return id_ in inferred.differentiable and id_ not in inferred.sharded and not is_cut
 
     def version(self, tensor: Tensor, place: int) -> int:
         """The number of operators that have written into the memory of a tensor before an operator."""
@@ -113,20 +76,20 @@ class SumPlacement:
         key = (id(tensor), version)
         if key in self.nodes:
             return self.nodes[key]
-        node, record, finder = self.node(key, tensor), self.record, self.finder
+        node, record, inferred = self.node(key, tensor), self.record, self.inferred
         maker = record.maker.get(id(tensor))
         if maker is None or any(tensor is t for t in maker.inputs):
             if version == 0 and id(tensor) in record.parameters:
                 self.enter_parameter(tensor, node)
-            elif version == 0 and id(tensor) in finder.inputs:
+            elif version == 0 and id(tensor) in inferred.inputs:
                 self.whole[node] = None
         elif version == self.version(tensor, maker.place):
-            layers = finder.sums.contracts(maker) and finder.roles.get(maker.module) in ("row", "vocab")
+            layers = inferred.contracts(maker) and inferred.roles.get(maker.module) in ("row", "vocab")
             on_tokens = self.tokens is not None and maker.place in self.tokens.steps
-            if maker.place in finder.sums.by_call:
+            if maker.place in inferred.by_call:
                 self.graph.join(node, self.sum_of_call(maker, tensor))
             # A Function of Python, or a hook, computes with the gradient itself. Sums hand it to the terms of all ranks
-            elif layers or on_tokens or id(tensor) in record.functions or id(tensor) in finder.partial:
+            elif layers or on_tokens or id(tensor) in record.functions or id(tensor) in inferred.partial:
                 self.whole[node] = maker if on_tokens else None
         return node
 
@@ -139,21 +102,21 @@ class SumPlacement:
 
     def enter_parameter(self, tensor: Tensor, node: int) -> None:
         """A parameter is summed where its module reads it, which is before any of its uses."""
-        finder, (name, _) = self.finder, self.record.parameters[id(tensor)]
+        inferred, (name, _) = self.inferred, self.record.parameters[id(tensor)]
         module, _, attribute = name.rpartition(".")
-        is_divided = name in finder.sums.divided
+        is_divided = name in inferred.divided
         if is_divided:
-            self.sinks[PARTIAL][node] = self.record.steps[min(finder.sums.divided[name])]
+            self.sinks[PARTIAL][node] = self.record.steps[min(inferred.divided[name])]
         if self.users_outside(tensor, module):
             self.whole[node] = None
             return
-        known = tuple(call.start for call in self.record.calls if call.module == module)
+        known = tuple(call.start for call in self.record.calls_of.get(module, ()))
         edit = Conversion(module, "parameter", (attribute,), I, P if is_divided else R)
         self.add(CutBoundary(SOURCE, node, self.cost(tensor), tensor, edits=(edit,), known=known))
 
     def users_outside(self, tensor: Tensor, module: str) -> list[str]:
         """The modules that read a parameter past the place where that of its own is summed."""
-        users = {self.record.steps[place].module for place in self.uses.get(id(tensor), ())}
+        users = {self.record.steps[place].module for place in self.record.uses.get(id(tensor), ())}
         return sorted(user for user in users if module and user != module and not user.startswith(f"{module}."))
 
     def use(self, tensor: Tensor, place: int) -> int:
@@ -169,7 +132,7 @@ class SumPlacement:
                 self.add(self.boundary(tensor, node, self.node(key, tensor), at, call, paths))
             node = self.nodes[key]
         # An error where it comes with a gradient
-        if version == 0 and id(tensor) in self.finder.inputs and id(tensor) not in self.record.differentiable:
+        if version == 0 and id(tensor) in self.inferred.inputs and id(tensor) not in self.record.differentiable:
             key = (*key, "refused", place)
             if key not in self.nodes:
                 self.add(CutBoundary(node, self.node(key, tensor), REFUSED, tensor))
@@ -207,7 +170,7 @@ class SumPlacement:
         """The operator from which on a sum at an output counts: 0 if all uses come after it."""
         return (
             call.stop
-            if any(self.finder.last_write(tensor) < use < call.stop for use in self.uses.get(id(tensor), ()))
+            if any(self.inferred.last_write(tensor) < use < call.stop for use in self.record.uses.get(id(tensor), ()))
             else 0
         )
 
@@ -218,17 +181,17 @@ class SumPlacement:
         return self.possible[id(tensor)]
 
     def find_boundaries(self, tensor: Tensor) -> Iterator[tuple[tuple[float, float], str, ModuleCall, list[LeafPath]]]:
-        id_, finder = id(tensor), self.finder
-        taken, returned = (_by_call(pairs.get(id_, ())) for pairs in (finder.calls_with, finder.returned_by))
+        id_, inferred = id(tensor), self.inferred
+        taken, returned = (_by_call(pairs.get(id_, ())) for pairs in (self.record.taken_by, self.record.returned_by))
         written = self.record.writes.get(id(self.record.root_of(tensor)), ())
         for call, paths in returned.items():
             # Uses before a write in place are of other values, whose gradient the sum reaches through the write
-            if id_ in self.record.functions or call.stop <= finder.last_write(tensor):
+            if id_ in self.record.functions or call.stop <= inferred.last_write(tensor):
                 continue
             # A module that returns its argument comes last: code around it may use the argument itself
             if call in taken and self.first(tensor, call):
                 continue
-            summing = finder.partial.get(id_, call.module)
+            summing = inferred.partial.get(id_, call.module)
             if call.module and summing != call.module and not summing.startswith(f"{call.module}."):
                 continue
             yield (call.stop, call.end - 0.5), "output", call, paths
@@ -258,17 +221,18 @@ class SumPlacement:
         for tensor in step.outputs:
             results[id(tensor)] = tensor
             if any(tensor is t for t in step.inputs):
-                results.update((id_, self.finder.by_id[id_]) for id_ in self.finder.views_before(tensor, step.place))
+                views = self.inferred.views_before(tensor, step.place)
+                results.update((id_, self.inferred.by_id[id_]) for id_ in views)
         keys = [(t, (id(t), self.version(t, step.place + 1))) for t in results.values() if self.is_typed(t)]
         return [(t, self.nodes[key]) for t, key in keys if key in self.nodes]
 
     def operand(self, step: Step, tensor: Tensor, has_gradient: bool) -> int | None:
         """Enters the use of a tensor; returns its node if the gradient has the type of that of the results."""
-        finder = self.finder
+        inferred = self.inferred
         if not self.is_typed(tensor):
             return None
-        types = finder.given(step, tensor, JOINED if has_gradient else frozenset())
-        if not types or finder.is_partial_in(tensor, step):
+        types = inferred.given(step, tensor, JOINED if has_gradient else frozenset())
+        if not types or inferred.is_partial_in(tensor, step):
             return None
         node = self.use(tensor, step.place)
         self.used.append((tensor, step.place, node))
@@ -328,7 +292,7 @@ class SumPlacement:
 
     def solve(self) -> Iterator[tuple[CutBoundary, bool]]:
         """Yields the boundaries of the cut, each with whether it is one for sharded tokens; adds the problems, and the
-        types of the uses, to the finder."""
+        types of the uses, to the inferred."""
         types: dict[int, Types] = {}
         for kind, sinks in self.sinks.items():
             sources = {**self.whole}
@@ -338,10 +302,8 @@ class SumPlacement:
             types |= dict.fromkeys(inside, frozenset({PARTIAL if kind == PARTIAL else SHARDS}))
             yield from ((boundary, kind != PARTIAL) for boundary in cut)
         for tensor, place, node in self.used:
-            self.finder.used.setdefault(id(tensor), []).append((place, types.get(node, COMPLETED)))
-        self.finder.partial_sums = {
-            place for place in self.finder.sums.by_call if self.nodes.get((SUM, place)) in types
-        }
+            self.inferred.used.setdefault(id(tensor), []).append((place, types.get(node, COMPLETED)))
+        self.inferred.partial_sums = {place for place in self.inferred.by_call if self.nodes.get((SUM, place)) in types}
 
     def cut(
         self, kind: Kind, sources: Mapping[int, Step | None], sinks: Mapping[int, Step]
@@ -356,7 +318,7 @@ class SumPlacement:
         while True:
             whole = self.graph.whole(sources, is_open)
             if refused := [node for node in sinks if node in whole]:
-                self.finder.problems += [self.problem(node, sinks[node], whole, sources) for node in refused]
+                self.inferred.problems += [self.problem(node, sinks[node], whole, sources) for node in refused]
                 return [], set()
             for boundary in self.boundaries:
                 boundary.flow = 0
@@ -382,13 +344,13 @@ class SumPlacement:
         sharded, or summed elsewhere."""
         orders: dict[Conversion, set[int]] = {}
         for boundary in cut:
-            if (call := boundary.call) is not None and self.finder.number_of_calls[call.module] > 1:
+            if (call := boundary.call) is not None and len(self.record.calls_of[call.module]) > 1:
                 for edit in boundary.edits:
                     orders.setdefault(edit, set()).add(call.order)
-        used = {id(tensor) for tensor, _, _ in self.used} | self.finder.outputs | self.finder.sharded
+        used = {id(tensor) for tensor, _, _ in self.used} | self.inferred.outputs | self.inferred.sharded
         unwanted = set()
         for edit, made in orders.items():
-            others = (call for call in self.record.calls if call.module == edit.module and call.order not in made)
+            others = (call for call in self.record.calls_of[edit.module] if call.order not in made)
             leaves = (call.outputs if edit.at == "output" else call.inputs for call in others)
             if any(path == edit.path and id(tensor) in used for pairs in leaves for path, tensor in pairs):
                 unwanted.add(edit)
@@ -415,7 +377,7 @@ class SumPlacement:
         on_path += [step for step in [sources[node]] if step is not None]
         places = {step.place for step in on_path} & (self.tokens.steps.keys() if self.tokens is not None else set())
         name, text = self.text(tensor, user, is_mixed)
-        return Problem(name, text, tuple(sorted(places)), self.finder.blamed([need.place]))
+        return Problem(name, text, tuple(sorted(places)), self.inferred.blamed([need.place]))
 
     def text(self, tensor: Tensor, user: Step, is_mixed: bool) -> tuple[str, str]:
         record, id_, maker = self.record, id(tensor), self.record.maker.get(id(tensor))

@@ -20,15 +20,18 @@ from tp_ext.auto.record.record import Record, tensors
 from tp_ext.auto.search.choose import Cut, Decision, carries, choose, decisions, users_of_parameters
 from tp_ext.auto.search.collectives import collectives_of, on_the_wire
 from tp_ext.auto.search.direct_calls import direct_calls
-from tp_ext.auto.search.flow import Finder, Flow
+from tp_ext.auto.search.flow import Flow
 from tp_ext.auto.search.hints import PlanOptions, hint_of
 from tp_ext.auto.search.in_blocks import plan_in_blocks
+from tp_ext.auto.search.infer import InferredTypes
 from tp_ext.auto.search.integers import IntegerSearch, Local, agreeing, merged, merged_sizes
 from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
 from tp_ext.auto.search.plans import Plan, described
 from tp_ext.auto.search.reasons import Problem, kind_of, reason_of
+from tp_ext.auto.search.sliced_constants import Constants
+from tp_ext.auto.search.summed_calls import find_summed_calls
 from tp_ext.auto.search.token_search import find_tokens
 from tp_ext.auto.search.tokens import Bans, TokenFlow, ban_mismatch, ban_problems
 from tp_ext.mesh_program.partition_spec import P
@@ -50,15 +53,11 @@ class State:
     roles: dict[str, str]
     heads: list[str]
     heads_atoms: set[Atom]
-    finder: Finder
+    flow: Flow
     local: dict[int, Local] = field(default_factory=dict)  # integers and sizes, by rank
     proofs: list[str] = field(default_factory=list)  # by rank
     tokens: TokenFlow | None = None
     whole_tokens: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def flow(self) -> Flow:
-        return self.finder.flow
 
 
 class Planner:
@@ -157,8 +156,7 @@ class Planner:
             and roles.get(alias.rpartition(".")[0]) == "column"
             and alias.endswith(".weight")
         ]
-        finder = self.finder(decisions, roles, heads_atoms, cut)
-        flow = finder.flow
+        flow = self.flow(decisions, roles, heads_atoms, cut)
         for name, text in self.record.problems:
             if any(not name or n.startswith(f"{name}.") for n in cut):
                 flow.problems.append(Problem(name, text))
@@ -168,26 +166,28 @@ class Planner:
                 flow.problems.append(Problem("", text, blame=frozenset(decision.sharded)))
         # Logits have their full shape for the code, so masks of dropout on them are whole
         drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
-        flow.problems += undrawable(self.record, drawn, self.p, flow.local, bool(self.given))
-        return State(decisions, cut, cuts, roles, heads, heads_atoms, finder)
+        flow.problems.extend(undrawable(self.record, drawn, self.p, flow.local, bool(self.given)))
+        return State(decisions, cut, cuts, roles, heads, heads_atoms, flow)
 
     def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
         """True if a decision shards heads, and embeddings tied to them, and nothing else."""
         owners = [[alias.rpartition(".")[0] for alias in self.names[name]] for name in decision.parameters]
         return all(any(roles.get(owner) in ("column", "vocab") for owner in of_one) for of_one in owners)
 
-    def finder(
+    def flow(
         self,
         decisions: list[Decision],
         roles: dict[str, str],
         heads: set[Atom],
         cut: Any,
         tokens: TokenFlow | None = None,
-    ) -> Finder:
+    ) -> Flow:
         """Places the collectives of these decisions."""
-        finder = Finder(self.record, decisions, roles, heads, cut, tokens)
-        finder.find()
-        return finder
+        flow = Flow(InferredTypes(self.record, decisions, roles, heads, cut, tokens))
+        flow.place()
+        find_summed_calls(flow)
+        Constants(flow).find()
+        return flow
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:
         """Returns the roles of modules that layers replace: linear layers and embeddings that use their own weight."""
@@ -350,14 +350,14 @@ class Planner:
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
         """Shards tokens until gradients and proof accept; each attempt bans more, and at the end all stay whole."""
         for _ in range(MAX_ROUNDS):
-            tokens = find_tokens(self.record, base.finder, base.roles, self.token_sizes, bans, alternative)
+            tokens = find_tokens(base.flow, self.token_sizes, bans, alternative)
             if not tokens.sources:
                 return base
-            finder = self.finder(base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
-            if finder.flow.problems:
-                ban_problems(finder.flow.problems, tokens, bans)
+            flow = self.flow(base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
+            if flow.problems:
+                ban_problems(flow.problems, tokens, bans)
                 continue
-            state = replace(base, finder=finder, tokens=tokens, proofs=[])
+            state = replace(base, flow=flow, tokens=tokens, proofs=[])
             try:
                 self.prove(state)
             except MismatchError as mismatch:
@@ -414,8 +414,8 @@ class Planner:
             direct=self.record.direct,
             shares=self.shares,
         )
-        plan.direct_calls = direct_calls(state.finder, plan.edited(), plan.local())
-        return plan_in_blocks(plan, state.finder, self.modules, self.blocks) if self.blocks else plan
+        plan.direct_calls = direct_calls(state.flow, plan.edited(), plan.local())
+        return plan_in_blocks(plan, state.flow, self.modules, self.blocks) if self.blocks else plan
 
     def outputs(self, state: State) -> list[Output]:
         summed = {edit.module for edit in state.flow.sums}

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Conversion, Factor
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import Step
-from tp_ext.auto.search.choose import carries, constant_atoms
+from tp_ext.auto.search.choose import carries, constant_atoms, sharded_dims
+from tp_ext.auto.search.flow import Flow
 from tp_ext.auto.search.reasons import Problem
 from tp_ext.conversions import I, S
 from tp_ext.sharding import Sharding
 
 
 class Constants:
-    """The constants of a flow, written to it: ``buffers``, ``slices``, ``local``.
+    """The constants of a flow, written to it: ``buffers``, ``slices``, ``local``."""
 
-    Args:
-        finder: the ``Finder`` of :mod:`tp_ext.auto.search.flow` that has found the sharded tensors.
-    """
-
-    def __init__(self, finder: Any) -> None:
-        self.finder = finder
-        self.record, self.flow, self.atoms, self.whole_heads = (
-            finder.record,
-            finder.flow,
-            finder.atoms,
-            finder.whole_heads,
-        )
-        self.by_id, self.cut, self.partial, self.sharded = finder.by_id, finder.cut, finder.partial, finder.sharded
-        self.fixed = constant_atoms(finder.record)
-        self.calls_with, self.chosen, self.problem = finder.calls_with, finder.chosen, finder.problem
+    def __init__(self, flow: Flow) -> None:
+        self.flow, self.types, self.record = flow, flow.types, flow.types.record
+        self.fixed = constant_atoms(self.record)
 
     def find(self) -> None:
         """Finds tensors with a sharded dim that are not made of sharded parameters, such as one slope per head (ALiBi).
@@ -41,29 +27,30 @@ class Constants:
         One that is computed outside of a module and used in it is sliced on its way in; one that is made next to
         sharded work must be local already, which the comparison of shapes proves.
         """
-        record, flow = self.record, self.flow
+        record, flow, types = self.record, self.flow, self.types
         # Buffers of logits keep their full length, as the code around the head does
-        kept = [atom for atom in self.atoms if atom not in self.whole_heads]
+        kept = types.atoms - types.whole_heads
         for id_, (name, tensor) in record.buffers.items():
-            if id_ in self.by_id and carries(record, tensor, kept):
-                flow.buffers[name] = self.shardings(tensor, kept)
-        local = {id_ for id_, (name, _) in record.parameters.items() if name in self.cut}
+            if id_ in types.by_id and carries(record, tensor, kept):
+                flow.buffers[name] = self.shardings(tensor)
+        local = {id_ for id_, (name, _) in record.parameters.items() if name in types.cut}
         local |= {id_ for id_, (name, _) in record.buffers.items() if name in flow.buffers}
         self.is_again = True
         while self.is_again:
             self.is_again = False
             # In the order of the steps: what is made of shards is known before it is used
             for step in record.steps:
-                works = any(id(t) in local for t in step.inputs) or any(id(t) in self.partial for t in step.outputs)
+                works = any(id(t) in local for t in step.inputs) or any(id(t) in types.partial for t in step.outputs)
                 if works:
                     self.constants(step, local)
-                    local |= {id(t) for t in step.outputs if id(t) in self.sharded}
+                    local |= {id(t) for t in step.outputs if id(t) in types.sharded}
         flow.local = local
 
     def constants(self, step: Step, local: set[int]) -> None:
+        # A parameter here has a sharded dim and no shard: `Flow.find_unsharded` reports it
+        sharded = self.types.sharded - self.record.parameters.keys()
         for tensor in step.inputs:
-            # A parameter here has a sharded dim and no shard: `Finder.find_unsharded` reports it
-            if id(tensor) in self.sharded and id(tensor) not in local and id(tensor) not in self.record.parameters:
+            if id(tensor) in sharded and id(tensor) not in local:
                 self.constant(step, tensor, local)
 
     def constant(self, step: Step, tensor: Tensor, local: set[int]) -> None:
@@ -72,7 +59,7 @@ class Constants:
         while entered is None:
             boundaries = (
                 (c, path)
-                for c, path in self.calls_with.get(id(source), ())
+                for c, path in self.record.taken_by.get(id(source), ())
                 if c.start <= step.place < c.stop and (c.module or self.record.shares_inputs)
             )
             entered = next(boundaries, None)
@@ -82,9 +69,9 @@ class Constants:
             views.append(source)
             source = maker.inputs[0]
         # Made inside of the module: its code must use local lengths itself, and its numbers must not depend on them
-        if entered is None or id(source) not in self.sharded:
+        if entered is None or id(source) not in self.types.sharded:
             if varying := self.varying(tensor, local):
-                blame = frozenset(atom for atom in self.atoms if carries(self.record, tensor, [atom]))
+                blame = frozenset(atom for atom in self.types.atoms if carries(self.record, tensor, [atom]))
                 text = f"{step.reason} has numbers that depend on the length of a sharded dim, by {varying}"
                 self.flow.problems.append(Problem(step.module, text, blame=blame))
             local.add(id(tensor))
@@ -108,7 +95,7 @@ class Constants:
         left, seen = [tensor], set[int]()
         while left:
             source = left.pop()
-            if id(source) in seen or id(source) in local or not carries(self.record, source, self.atoms):
+            if id(source) in seen or id(source) in local or not carries(self.record, source, self.types.atoms):
                 continue
             seen.add(id(source))
             maker = self.record.maker.get(id(source))
@@ -124,27 +111,24 @@ class Constants:
     def factors(self, tensor: Tensor) -> list[tuple[int, Factor]]:
         """The sharded dims of an argument, whose other factors are those of a run: batch x heads."""
         factors = []
-        for dim, label in enumerate(self.record.dims_of(tensor)):
-            for decision in self.chosen:
-                if decision.atom in self.atoms and decision.occurs(label):
-                    factor = decision.factor(label, self.fixed)
-                    if factor is None:
-                        text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
-                        self.problem("", f"{text} lengths of the example")
-                    else:
-                        factors.append((dim, factor))
+        for dim, label, decision in sharded_dims(self.record, tensor, self.types.chosen):
+            factor = decision.factor(label, self.fixed)
+            if factor is None:
+                text = f"dim {dim} of a constant of shape {tuple(tensor.shape)} has a sharded factor between"
+                self.flow.problems.append(Problem("", f"{text} lengths of the example"))
+            else:
+                factors.append((dim, factor))
         return factors
 
-    def shardings(self, tensor: Tensor, sharded: list[Atom]) -> list[Sharding]:
+    def shardings(self, tensor: Tensor) -> list[Sharding]:
         shardings = []
-        for dim, label in enumerate(self.record.dims_of(tensor)):
-            for decision in self.chosen:
-                if decision.atom in sharded and decision.occurs(label):
-                    parts = decision.parts(label)
-                    if parts is None:
-                        self.problem(
-                            "", f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
-                        )
-                    else:
-                        shardings.append(Sharding(dim, parts))
+        for dim, label, decision in sharded_dims(self.record, tensor, self.types.chosen):
+            parts = decision.parts(label)
+            if decision.atom in self.types.whole_heads:
+                continue
+            if parts is None:
+                text = f"a constant of shape {tuple(tensor.shape)} has a sharded factor inside dim {dim}"
+                self.flow.problems.append(Problem("", text))
+            else:
+                shardings.append(Sharding(dim, parts))
         return shardings

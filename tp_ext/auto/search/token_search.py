@@ -10,9 +10,9 @@ from torch import Tensor
 from tp_ext.auto.record.dims import Atom, atoms, contains
 from tp_ext.auto.record.edits import LeafPath
 from tp_ext.auto.record.operators import row_of
-from tp_ext.auto.record.record import ModuleCall, RandomCall, Record, Step
-from tp_ext.auto.search.flow import Finder
-from tp_ext.auto.search.place import PARTIAL
+from tp_ext.auto.record.record import ModuleCall, RandomCall, Step
+from tp_ext.auto.search.flow import Flow
+from tp_ext.auto.search.infer import PARTIAL
 from tp_ext.auto.search.tokens import END, Bans, Origin, Range, ScatterKey, TokenFlow, TokenGather, entries, latest
 from tp_ext.conversions import I, R, Type
 
@@ -22,31 +22,22 @@ TokenSizes = Callable[[int], list[int]]  # number of tokens -> those of each ran
 NO_GATHER = ", and no boundary at which to gather them lies before it"
 
 
-def find_tokens(
-    record: Record, finder: Finder, roles: Mapping[str, str], sizes_of: TokenSizes, bans: Bans, alternative: int = 0
-) -> TokenFlow:
+def find_tokens(flow: Flow, sizes_of: TokenSizes, bans: Bans, alternative: int = 0) -> TokenFlow:
     """Finds the tensors that may be sharded on their tokens; the others are added to ``bans``, with the reason.
 
     Args:
-        finder: the communication without, which has been found.
+        flow: the communication without.
         alternative: index into the candidate token dims, ordered by how many operators mix them.
     """
-    search = _TokenSearch(record, finder, roles, sizes_of, bans, alternative)
+    search = _TokenSearch(flow, sizes_of, bans, alternative)
     search.run()
-    return TokenFlow(record, search.steps, search.ranges, search.gathers, search.source_paths)
+    return TokenFlow(flow.types.record, search.steps, search.ranges, search.gathers, search.source_paths)
 
 
 class _TokenSearch:
-    def __init__(
-        self,
-        record: Record,
-        finder: Finder,
-        roles: Mapping[str, str],
-        sizes_of: TokenSizes,
-        bans: Bans,
-        alternative: int,
-    ) -> None:
-        self.record, self.finder, self.roles, self.sizes_of, self.bans = record, finder, roles, sizes_of, bans
+    def __init__(self, flow: Flow, sizes_of: TokenSizes, bans: Bans, alternative: int) -> None:
+        self.flow, self.types, self.sizes_of, self.bans = flow, flow.types, sizes_of, bans
+        self.record, self.roles = flow.types.record, flow.types.roles
         self.alternative, self.p = alternative, len(sizes_of(0))
         self.ranges: dict[int, list[Range]] = {}
         self.steps: dict[int, Atom] = {}  # place -> the atom of the tokens
@@ -54,16 +45,13 @@ class _TokenSearch:
         self.scatters: dict[ScatterKey, Range] = {}
         self.source_paths: dict[str, list[LeafPath]] = {}
         self.why: dict[int, str] = {}  # why an operator needs all tokens, by place
-        self.uses: dict[int, list[int]] = {}
         self.mixed: dict[Atom, int] = {}  # the number of operators that need the atom whole
-        for step in record.steps:
-            for id_ in {id(t) for t in step.inputs}:
-                self.uses.setdefault(id_, []).append(step.place)
+        for step in self.record.steps:
             for atom in dict.fromkeys(atoms([*step.reason.pinned, *step.contracted])):
                 self.mixed[atom] = self.mixed.get(atom, 0) + 1
-        self.fixed: set[Atom] = set(finder.atoms)
-        for _, tensor in record.parameters.values():
-            for label in record.dims_of(tensor):
+        self.fixed: set[Atom] = set(self.types.atoms)
+        for _, tensor in self.record.parameters.values():
+            for label in self.record.dims_of(tensor):
                 self.fixed |= set(atoms(label))
         self.sources = self.find_sources()
 
@@ -80,7 +68,7 @@ class _TokenSearch:
             ranges = [] if whole else self.ranges.get(id(call.masked), [])
             ranges_of.setdefault(call.module, []).append(next((r for r in ranges if r.has_index(call.index)), None))
         mixed = [(m, r) for m, ranges in ranges_of.items() if None in ranges for r in ranges if r is not None]
-        several = [(m, r) for m, r in mixed if self.finder.number_of_calls[m] > 1]
+        several = [(m, r) for m, r in mixed if len(self.record.calls_of[m]) > 1]
         for module, r in several:
             self.ban(r, f"dropout in {module} draws for several calls")
         return not several
@@ -91,7 +79,7 @@ class _TokenSearch:
         wanted: set[tuple[str, LeafPath]] = {
             (name, ()) for name, role in self.roles.items() if role in ("row", "vocab")
         }
-        wanted |= {(partial.module, partial.path) for partial in self.finder.flow.sums}
+        wanted |= {(partial.module, partial.path) for partial in self.flow.sums}
         results_of: dict[str, list[tuple[ModuleCall, LeafPath, Tensor]]] = {}
         for call in self.record.calls:
             for path, tensor in call.outputs:
@@ -178,13 +166,13 @@ class _TokenSearch:
         their dims."""
         # Two atoms are the tokens of two inputs of the model, whose lengths need not agree
         atom, *others = {r.atom for r in shards.values()}
-        where, finder = str(step.reason), self.finder
+        where, types = str(step.reason), self.types
         if step.place in self.bans.steps:
             return self.bans.steps[step.place], []
         # Sharded work needs all tokens: each rank has other features of every token
-        if finder.working[step.place] or step.module in self.roles or step.is_loss:
+        if types.working[step.place] or step.module in self.roles or step.is_loss:
             return f"{where} is sharded work", []
-        if any(finder.is_partial_in(t, step) for t in [*step.inputs, *step.outputs]):
+        if any(types.is_partial_in(t, step) for t in [*step.inputs, *step.outputs]):
             return f"{where} works on partial sums", []
         if others or step.name == ATTENTION or atom in atoms([*step.reason.pinned, *step.contracted]):
             return f"{where} needs all tokens", []
@@ -219,23 +207,23 @@ class _TokenSearch:
         """Slices a whole tensor at a boundary before an operator that uses shards with it, or bans the operator."""
         if self.range_at(tensor, step.place) is not None:
             return  # by an earlier operator's boundary
-        finder, place, atom = self.finder, step.place, self.steps[step.place]
+        place, atom = step.place, self.steps[step.place]
         # A module that is called several times has one plan for all calls, which would slice at each of them
-        once = finder.number_of_calls
+        once = self.record.calls_of
         boundaries: list[tuple[ScatterKey, ModuleCall, bool]] = []
         # At an argument of the module in which the operator runs, unless the module returns it: its caller would get
         # the slice
-        for call, path in finder.calls_with.get(id(tensor), ()):
+        for call, path in self.record.taken_by.get(id(tensor), ()):
             kept = not any(t is tensor for _, t in call.outputs)
-            if call.module and once[call.module] == 1 and call.start <= place < call.stop and kept:
+            if call.module and len(once[call.module]) == 1 and call.start <= place < call.stop and kept:
                 boundaries.append(((call.module, "argument", path), call, True))
         # Or at the output by which the tensor came; first of all if every later use works on shards, so that it is
         # sliced once
-        for call, path in reversed(finder.returned_by.get(id(tensor), ())):
+        for call, path in reversed(self.record.returned_by.get(id(tensor), ())):
             is_sum = self.roles.get(call.module) in ("row", "vocab")
-            if call.module and once[call.module] == 1 and call.stop <= place and not is_sum:
+            if call.module and len(once[call.module]) == 1 and call.stop <= place and not is_sum:
                 here = ((call.module, "output", path), call, False)
-                local = all(use in self.steps for use in self.uses[id(tensor)] if use >= call.stop)
+                local = all(use in self.steps for use in self.record.uses[id(tensor)] if use >= call.stop)
                 boundaries.insert(0, here) if local else boundaries.append(here)
                 break
         for key, call, inside in boundaries:
@@ -256,21 +244,19 @@ class _TokenSearch:
             self.scatters.pop(r.origin.scatter, None)
         return False
 
-    def types(self, r: Range, places: Iterable[int], complete: bool = False) -> set[str]:
+    def gradients(self, r: Range, places: Iterable[int], complete: bool = False) -> set[str]:
         wanted = set(places)
-        gradient_types = {
-            t for place, types in self.finder.used.get(id(r.tensor), ()) if place in wanted for t in types
-        }
+        gradient_types = {t for place, types in self.types.used.get(id(r.tensor), ()) if place in wanted for t in types}
         return gradient_types | ({"complete"} if complete else set())
 
     def gather(self, r: Range) -> bool:
         """Finds the boundaries at which a tensor becomes whole for the operators that need it; False: bans its origin,
         for want of one."""
-        finder, id_ = self.finder, id(r.tensor)
+        id_ = id(r.tensor)
         # Uses before the range see the tensor whole: it is not yet sliced or scattered there
-        places = [place for place in self.uses.get(id_, ()) if r.start <= place < r.stop]
+        places = [place for place in self.record.uses.get(id_, ()) if r.start <= place < r.stop]
         whole = [place for place in places if place not in self.steps]
-        is_output = id_ in finder.outputs and r.stop == END
+        is_output = id_ in self.types.outputs and r.stop == END
         draws = [call for call in self.record.random_calls if id(call.masked) == id_ and r.has_index(call.index)]
         draws = [draw for draw in draws if not self.may_draw(draw, r)]
         # Nothing needs all tokens: done, unless a boundary slices a tensor that nothing uses
@@ -285,7 +271,7 @@ class _TokenSearch:
                 return self.ban(r, why if USED_WHOLE in why else f"{USED_WHOLE}: {why}")
             call = self.returned_whole(r, whole, is_output)
             if call is not None and all(draw.index >= call.last for draw in draws):
-                self.gathers.append(TokenGather(r, _whole(self.types(r, whole, is_output)), call, True))
+                self.gathers.append(TokenGather(r, _whole(self.gradients(r, whole, is_output)), call, True))
                 return True
         # A gather makes a copy: what is written to one does not reach the others
         if draws or any(any(t is r.tensor for t in self.record.steps[place].outputs) for place in whole):
@@ -293,12 +279,14 @@ class _TokenSearch:
         gathers = []
         # Else a module gathers its argument, in one collective for all uses inside of the module
         while whole:
-            call = next((c for c, _ in finder.calls_with.get(id_, ()) if self.may_gather(r, c, whole[0], whole)), None)
+            call = next(
+                (c for c, _ in self.record.taken_by.get(id_, ()) if self.may_gather(r, c, whole[0], whole)), None
+            )
             if call is None:
                 why = self.why.get(whole[0], "")
                 return self.ban(r, why if NO_GATHER in why else why + NO_GATHER)
             inside = [place for place in places if call.start <= place < call.stop]
-            gathers.append(TokenGather(r, _whole(self.types(r, inside)), call))
+            gathers.append(TokenGather(r, _whole(self.gradients(r, inside)), call))
             whole = [place for place in whole if place not in inside]
         if is_output:
             if not self.entered(r, END):
@@ -312,7 +300,7 @@ class _TokenSearch:
         same = all(
             any(other.dim == r.dim and other.has_index(call.index) for other in self.ranges.get(id(call.masked), ()))
             for call in self.record.random_calls
-            if call.module == draw.module and self.finder.number_of_calls[draw.module] > 1
+            if call.module == draw.module and len(self.record.calls_of[draw.module]) > 1
         )
         return same and latest(self.events, draw.place) is r.atom
 
@@ -320,23 +308,23 @@ class _TokenSearch:
         """Returns the call that made a tensor, if all uses come after it and none is on shards."""
         returned = (
             c
-            for c, _ in reversed(self.finder.returned_by.get(id(r.tensor), ()))
+            for c, _ in reversed(self.record.returned_by.get(id(r.tensor), ()))
             if not any(t is r.tensor for _, t in c.inputs)
         )
         call = next(returned, None)
         if call is None or not call.module or any(place < call.stop for place in whole):
             return None
-        return call if self.finder.number_of_calls[call.module] == 1 and self.entered(r, call.stop) else None
+        return call if len(self.record.calls_of[call.module]) == 1 and self.entered(r, call.stop) else None
 
     def may_gather(self, r: Range, call: ModuleCall, at: int, whole: list[int]) -> bool:
         # A hook of a module acts in all of its calls, of which others may have whole arguments
-        if not call.module or not call.start <= at < call.stop or self.finder.number_of_calls[call.module] > 1:
+        if not call.module or not call.start <= at < call.stop or len(self.record.calls_of[call.module]) > 1:
             return False
         # A module that returns its argument would hand the gathered tensor to code that expects shards
         if r.entered is call or not r.has_call(call) or any(t is r.tensor for _, t in call.outputs):
             return False
-        inside = [place for place in self.uses[id(r.tensor)] if call.start <= place < call.stop]
-        return set(inside) <= set(whole) and len(self.types(r, inside)) <= 1 and self.entered(r, call.start)
+        inside = [place for place in self.record.uses[id(r.tensor)] if call.start <= place < call.stop]
+        return set(inside) <= set(whole) and len(self.gradients(r, inside)) <= 1 and self.entered(r, call.start)
 
     def entered(self, r: Range, place: int) -> bool:
         """Returns whether the tokens sharded last before a boundary are the tensor's, so that their length is known."""

@@ -135,9 +135,7 @@ class TokenFlow:
         self.sources = dict.fromkeys(sources)
         self.edits: list[Conversion] = []
         self._outputs = list(tensors(record.output))
-        self._calls: dict[str, list[ModuleCall]] = {}
-        for call in record.calls:
-            self._calls.setdefault(call.module, []).append(call)
+        self._calls = record.calls_of
         self.saved = sum(
             t.numel() * t.element_size()
             for step in record.steps
