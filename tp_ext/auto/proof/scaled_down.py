@@ -54,9 +54,9 @@ class _Smaller(Localized):
 
     def __init__(self, full: Localized, shapes: Mapping[str, Any], kept: Mapping[Atom, int]) -> None:
         edits = replace(full.edits, p=1, shardings=shapes, heads=[])
-        # Logits are those of fewer classes, and nothing has its full length
-        recorded = replace(full.recorded, heads_atoms=set(), local=full.recorded.record.dims)
-        super().__init__(full.model, full.example, edits, recorded)
+        # Nothing has its full length, nor have logits
+        flow = replace(full.flow, local=set(full.flow.types.record.dims))
+        super().__init__(full.model, full.example, edits, flow)
         self.kept = kept
 
     def sizes(self, rank: int) -> dict[Atom, int]:
@@ -78,13 +78,13 @@ def scaled_down(part: Planner) -> tuple[nn.Module, Any]:
         UnprovenError: its integers are not found, or the plan has something that has no smaller form.
     """
     state = part.state()
-    if state.flow.buffers or state.flow.slices or "attention" in state.roles.values():
+    if state.flow.buffers or state.flow.slices or "attention" in state.types.roles.values():
         raise UnprovenError("buffers, constants or attention layers that are sharded have no smaller form")
     tables = {
-        decision.atom for decision in state.decisions if any(_is_table(part, name) for name in decision.parameters)
+        decision.atom for decision in state.types.chosen if any(_is_table(part, name) for name in decision.parameters)
     }
-    tables |= state.heads_atoms
-    units = _units(state.decisions, tables)
+    tables |= state.types.whole_heads
+    units = _units(state.types.chosen, tables)
     others = _others(part, units)
     # Integers for fewer unsharded features may not be found, where those of fewer units are
     for kept in [{**units, **others}, units] if others else [units]:

@@ -187,7 +187,7 @@ class IntegerSearch:
         ``of_its_own``, of the nearest module around it.
 
         Another module's 6 may become 3 where this one's becomes 4."""
-        decisions = self.localized.recorded.decisions
+        decisions = self.localized.flow.types.chosen
         inside = [
             decision for decision in decisions if any(not name or n.startswith(f"{name}.") for n in decision.parameters)
         ]
@@ -272,14 +272,14 @@ def known_integers(localized: Localized, rank: int) -> dict[str, dict[str, tuple
     integers: dict[str, dict[str, tuple[int, int]]] = {}
     sizes = localized.sizes(rank)
     modules = dict(localized.model.named_modules(remove_duplicate=False))
-    for name, function, tensors in localized.recorded.record.python_calls:
+    for name, function, tensors in localized.flow.types.record.python_calls:
         module = modules[name]
         # A forward of the user's may take the number of groups from elsewhere than from num_groups
         if function != "group_norm" or type(module).forward is not nn.GroupNorm.forward:
             continue
         statistics = tensors[-1]
-        if id(statistics) in localized.recorded.local:
-            local = local_length(localized.recorded.record.dims_of(statistics)[1], sizes)
+        if id(statistics) in localized.flow.local:
+            local = local_length(localized.flow.types.record.dims_of(statistics)[1], sizes)
             integers[name] = {"num_groups": (module.num_groups, local)}
     for name, module in modules.items():
         sharding = localized.edits.shardings.get(f"{name}.weight")

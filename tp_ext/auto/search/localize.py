@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ from tp_ext.auto.record.record import Record
 from tp_ext.auto.record.trace import trace
 from tp_ext.auto.record.unchanged import unchanged
 from tp_ext.auto.search.choose import Decision, local_length
+from tp_ext.auto.search.flow import Flow
 from tp_ext.auto.search.reasons import failure_of
 from tp_ext.auto.search.sizes import Observer, SizedForward
 from tp_ext.auto.search.summed_calls import localize_norms
-from tp_ext.auto.search.tokens import TokenFlow
 from tp_ext.conversions import I, P, S
 from tp_ext.sharding import Sharding
 
@@ -77,47 +77,36 @@ class LocalEdits:
     token_sizes: Callable[[int], list[int]]  # those of each rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """The run of the unsharded model and the decisions, from which the shapes of the calls of each rank follow."""
-
-    record: Record
-    decisions: Sequence[Decision]
-    heads_atoms: Set[Atom]  # those of logits, which have their full shape for the model's code
-    local: Container[int]  # ids of tensors with a sharded dim
-    token_flow: TokenFlow | None
-
-
 class Localized:
     """The local model of a rank, made of a model by the edits of a plan.
 
-    ``recorded`` says which calls it must make; it is not needed to see which calls it makes.
+    ``flow`` says which calls it must make; it is not needed to see which calls it makes.
     """
 
-    def __init__(self, model: nn.Module, example: Any, edits: LocalEdits, recorded: Recorded | None = None) -> None:
+    def __init__(self, model: nn.Module, example: Any, edits: LocalEdits, flow: Flow | None = None) -> None:
         self.model, self.example, self.edits, self.p = model, example, edits, edits.p
-        self._recorded = recorded
+        self._flow = flow
         self.runs = 0
 
     @property
-    def recorded(self) -> Recorded:
-        assert self._recorded is not None
-        return self._recorded
+    def flow(self) -> Flow:
+        assert self._flow is not None
+        return self._flow
 
     def sizes(self, rank: int) -> dict[Atom, int]:
         """Local lengths of the sharded atoms."""
         sizes: dict[Atom, int] = {}
-        for decision in self.recorded.decisions:
+        for decision in self.flow.types.chosen:
             sizes.update(decision.sizes(rank))
         # Code sees logits of all columns: sharded logits answer with their full shape
-        return {atom: size for atom, size in sizes.items() if atom not in self.recorded.heads_atoms}
+        return {atom: size for atom, size in sizes.items() if atom not in self.flow.types.whole_heads}
 
     def expected(self, rank: int) -> list[PythonCall]:
         """The calls from Python of the unsharded model, with local shapes."""
-        record, sizes, tokens = self.recorded.record, self.sizes(rank), self.recorded.token_flow
+        record, sizes, tokens = self.flow.types.record, self.sizes(rank), self.flow.types.tokens
 
         def shape(tensor: Tensor, index: int) -> tuple[int, ...]:
-            if id(tensor) in self.recorded.local:
+            if id(tensor) in self.flow.local:
                 return tuple(local_length(dim, sizes) for dim in record.dims_of(tensor))
             lengths = list(tensor.shape)
             # By the place of the call: a tensor may be whole in some uses and sharded on its tokens in others
@@ -130,13 +119,13 @@ class Localized:
 
     def numbered_calls(self) -> list[tuple[int, tuple[str, str, list[Tensor]]]]:
         """The calls from Python of the unsharded model outside of layers, with their places among all."""
-        calls = self.recorded.record.python_calls
+        calls = self.flow.types.record.python_calls
         return [(i, call) for i, call in enumerate(calls) if call[0] not in self.edits.roles]
 
     @functools.cached_property
     def dims_with(self) -> dict[Atom, list[Dim]]:
         """The dims of all tensors, by their atoms: walked once, since each layer asks for those of its own."""
-        return by_atom(dim for dims in self.recorded.record.dims.values() for dim in dims)
+        return by_atom(dim for dims in self.flow.types.record.dims.values() for dim in dims)
 
     def local_values(self, rank: int, decisions: Sequence[Decision]) -> dict[int, list[int]]:
         """Lengths of products of atoms -> their lengths on a rank, for those that have an atom of these decisions."""
@@ -200,7 +189,7 @@ class Localized:
 
     def lines(self) -> list[str]:
         """The lines of the user's source with the calls of :meth:`expected`."""
-        return [self.recorded.record.lines[i] for i, _ in self.numbered_calls()]
+        return [self.flow.types.record.lines[i] for i, _ in self.numbered_calls()]
 
     def observer(self, rank: int) -> Observer:
         """A mode for :meth:`run` that makes all sizes right, and notes which were not."""

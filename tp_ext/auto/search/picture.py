@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
-from tp_ext.auto.record.dims import Atom
 from tp_ext.auto.record.edits import Conversion, Output
-from tp_ext.auto.record.record import Record
 from tp_ext.auto.search.choose import local_length
 from tp_ext.auto.search.direct_calls import with_parents
+from tp_ext.auto.search.flow import Flow
 from tp_ext.conversions import I, P, R, S
 from tp_ext.sharding import Sharding
 
@@ -40,20 +39,17 @@ class ShownPlan(Protocol):
 
 
 def outputs_of(
-    record: Record,
-    modules: Mapping[str, nn.Module],
-    local: set[int],
-    summed: set[str],
-    sharded: set[str],
-    sizes: Mapping[Atom, int],
+    flow: Flow, modules: Mapping[str, nn.Module], heads: Sequence[str], token_sizes: Callable[[int], list[int]]
 ) -> list[Output]:
     """The results of the modules, in the order of their first calls.
 
     Args:
-        local: ids of tensors that have local lengths. summed: modules whose result is partial. sharded: modules whose
-            result is sharded though the model's code sees its full shape.
-        sizes: local lengths of the sharded atoms on rank 0.
+        heads: modules whose result is sharded though the model's code sees its full shape.
+        token_sizes: the lengths of tokens on the ranks.
     """
+    types, record = flow.types, flow.types.record
+    summed = {edit.module for edit in flow.sums} | {name for name, role in types.roles.items() if role != "column"}
+    sizes = {atom: size for decision in types.chosen for atom, size in decision.sizes(0).items()}
     calls = {name: first for name, (first, *_) in record.calls_of.items()}
     around = {parent for name in calls for parent in with_parents(name)[:-1]}
     outputs = []
@@ -62,12 +58,13 @@ def outputs_of(
         if not call.module or not tensors:
             continue
         tensor, name = tensors[0], call.module
-        is_local = id(tensor) in local or name in sharded
+        is_local = id(tensor) in flow.local or name in heads
         lengths = [local_length(dim, sizes) for dim in record.dims_of(tensor)] if is_local else tensor.shape
         state = "partial" if name in summed else "sharded" if is_local else "replicated"
         is_leaf = name not in around
         kind = type(modules[name]).__name__
-        outputs.append(Output(name, kind, is_leaf, tuple(tensor.shape), tuple(lengths), state))
+        output = Output(name, kind, is_leaf, tuple(tensor.shape), tuple(lengths), state)
+        outputs.append(output if types.tokens is None else types.tokens.shown(record, output, token_sizes))
     return outputs
 
 

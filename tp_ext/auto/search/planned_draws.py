@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tp_ext.auto.record.dims import Atom, atoms, atoms_in
 from tp_ext.auto.record.edits import OTHER, Draw
 from tp_ext.auto.record.operators import row_of
 from tp_ext.auto.record.record import ModuleCall, RandomCall, Record
-from tp_ext.auto.search.choose import Decision, constant_atoms, local_length
+from tp_ext.auto.search.choose import constant_atoms, local_length
+from tp_ext.auto.search.flow import Flow
 from tp_ext.auto.search.reasons import Problem
-from tp_ext.auto.search.tokens import TokenFlow
 
 
-def draws_of(
-    record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
-) -> list[Draw]:
+def draws_of(flow: Flow, p: int) -> list[Draw]:
     """Returns the draws of each module: of its first call if all calls draw alike, else of every call."""
-    finder = _DrawFinder(record, decisions, p, local, tokens)
+    finder, record = _DrawFinder(flow, p), flow.types.record
     by_module: dict[str, dict[ModuleCall, list[Draw]]] = {}
     for random_call in record.random_calls:
         of_module = by_module.setdefault(random_call.module, {})
@@ -42,15 +39,13 @@ def _number(record: Record, call: ModuleCall) -> int:
     return sum(earlier.module == call.module and earlier.caller is call.caller for earlier in before)
 
 
-def undrawable(
-    record: Record, decisions: Sequence[Decision], p: int, local: set[int], carried_out: bool
-) -> list[Problem]:
+def undrawable(flow: Flow, p: int, carried_out: bool) -> list[Problem]:
     """Returns problems of random calls whose masks cannot be those of the full tensor, at the lengths of each run.
 
     Args:
         carried_out: the model is sharded, and runs a call that may not draw: where it draws, its hooks refuse it.
     """
-    finder = _DrawFinder(record, decisions, p, local, None)
+    finder, record = _DrawFinder(flow, p), flow.types.record
     return [
         Problem(call.module, f"{call.name} masks a dim that has a sharded factor between lengths of the example")
         for call in record.random_calls
@@ -59,10 +54,11 @@ def undrawable(
 
 
 class _DrawFinder:
-    def __init__(
-        self, record: Record, decisions: Sequence[Decision], p: int, local: set[int], tokens: TokenFlow | None
-    ) -> None:
-        self.record, self.decisions, self.p, self.local, self.tokens = record, decisions, p, local, tokens
+    def __init__(self, flow: Flow, p: int) -> None:
+        record = self.record = flow.types.record
+        # Logits have their full shape for the code, so masks of dropout on them are whole
+        decisions = [decision for decision in flow.types.chosen if decision.atom not in flow.types.whole_heads]
+        self.decisions, self.p, self.local, self.tokens = decisions, p, flow.local, flow.types.tokens
         self.constant, self.fixed = constant_atoms(record), constant_atoms(record, buffers=False)
         for step in record.steps:
             if (

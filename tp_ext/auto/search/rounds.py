@@ -13,7 +13,6 @@ from torch import nn
 
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.dims import Atom, Reason, atoms, contains, length
-from tp_ext.auto.record.edits import Draw, Output
 from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
 from tp_ext.auto.record.record import Record, tensors
@@ -25,7 +24,7 @@ from tp_ext.auto.search.hints import PlanOptions, hint_of
 from tp_ext.auto.search.in_blocks import plan_in_blocks
 from tp_ext.auto.search.infer import InferredTypes
 from tp_ext.auto.search.integers import IntegerSearch, Local, agreeing, merged, merged_sizes
-from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, Recorded, digest, is_conv1d
+from tp_ext.auto.search.localize import LocalEdits, Localized, MismatchError, digest, is_conv1d
 from tp_ext.auto.search.picture import outputs_of
 from tp_ext.auto.search.planned_draws import draws_of, undrawable
 from tp_ext.auto.search.plans import Plan, described
@@ -45,19 +44,17 @@ MAX_GROWTH = 1.05  # bytes of activations on the wire, of those without sequence
 
 @dataclass
 class State:
-    """One round: decisions and what follows of them."""
+    """One round: decisions with their communication, and what follows of them."""
 
-    decisions: list[Decision]
-    cut: dict[str, Decision]
-    cuts: dict[str, Cut]
-    roles: dict[str, str]
-    heads: list[str]
-    heads_atoms: set[Atom]
     flow: Flow
+    heads: list[str]
     local: dict[int, Local] = field(default_factory=dict)  # integers and sizes, by rank
     proofs: list[str] = field(default_factory=list)  # by rank
-    tokens: TokenFlow | None = None
     whole_tokens: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def types(self) -> InferredTypes:
+        return self.flow.types
 
 
 class Planner:
@@ -100,7 +97,7 @@ class Planner:
             state = self.state()
             try:
                 problem = next(iter(state.flow.problems), None)
-                if problem is None and state.decisions:
+                if problem is None and state.types.chosen:
                     self.localize(state)
             except MismatchError as mismatch:
                 if number >= MAX_ROUNDS or not self.leave_whole(state, mismatch):
@@ -115,11 +112,11 @@ class Planner:
 
     def leave_all(self, state: State, text: str) -> None:
         """Replicates everything: nothing smaller could be blamed, or the search takes too long."""
-        for decision in state.decisions:
+        for decision in state.types.chosen:
             self.leave(decision, text)
 
     def check_constraints(self, state: State) -> None:
-        sharded = [atom for decision in state.decisions for atom in decision.sharded]
+        sharded = [atom for decision in state.types.chosen for atom in decision.sharded]
         for dim, reason in self.record.constraints if self.p > 1 else ():
             if any(contains(dim, atom) for atom in sharded):
                 continue
@@ -164,10 +161,8 @@ class Planner:
             if decision.atom in lost - heads_atoms:
                 text = "its classes are features of other layers, too, and cannot be sharded in the loss"
                 flow.problems.append(Problem("", text, blame=frozenset(decision.sharded)))
-        # Logits have their full shape for the code, so masks of dropout on them are whole
-        drawn = [decision for decision in decisions if decision.atom not in heads_atoms]
-        flow.problems.extend(undrawable(self.record, drawn, self.p, flow.local, bool(self.given)))
-        return State(decisions, cut, cuts, roles, heads, heads_atoms, flow)
+        flow.problems.extend(undrawable(flow, self.p, bool(self.given)))
+        return State(flow, heads)
 
     def is_head(self, decision: Decision, roles: Mapping[str, str]) -> bool:
         """True if a decision shards heads, and embeddings tied to them, and nothing else."""
@@ -177,7 +172,7 @@ class Planner:
     def flow(
         self,
         decisions: list[Decision],
-        roles: dict[str, str],
+        roles: Mapping[str, str],
         heads: set[Atom],
         cut: Any,
         tokens: TokenFlow | None = None,
@@ -219,16 +214,16 @@ class Planner:
         known = [problem for problem in state.flow.problems if problem.blame]
         for problem in known or state.flow.problems:
             # From the most exact to the least: the decisions to blame, the module's parameters, those around it, all
-            names = [n for n, decision in state.cut.items() if problem.blame.intersection(decision.sharded)]
+            names = [n for n, decision in state.types.cut.items() if problem.blame.intersection(decision.sharded)]
             if not names and problem.name:
-                names = [n for n in state.cut if n == problem.name or n.startswith(problem.name + ".")]
+                names = [n for n in state.types.cut if n == problem.name or n.startswith(problem.name + ".")]
             if not names and "." in problem.name:
                 around = problem.name.rpartition(".")[0]
-                names = [n for n in state.cut if n.startswith(around + ".")]
-            for name in names or (list(state.cut) if not problem.name else []):
+                names = [n for n in state.types.cut if n.startswith(around + ".")]
+            for name in names or (list(state.types.cut) if not problem.name else []):
                 dropped.setdefault(name, problem.text)
         for name, text in dropped.items():
-            self.leave(state.cut[name], text)
+            self.leave(state.types.cut[name], text)
         return bool(dropped)
 
     def leave(self, decision: Decision, text: str, advice: Mapping[str, str] | None = None) -> None:
@@ -246,20 +241,19 @@ class Planner:
         calls = self.localized(state).numbered_calls()
         results = calls[mismatch.at][1][2] if mismatch.at < len(calls) else []
         # What the call that differs has a sharded dim of; else what is near to its module, and last the heads
-        hit = [
-            decision for decision in state.decisions if any(carries(self.record, t, decision.sharded) for t in results)
-        ]
+        types = state.types
+        hit = [decision for decision in types.chosen if any(carries(self.record, t, decision.sharded) for t in results)]
         if hit:
             return self.give_up(state, hit, mismatch)
         for prefix in [*(f"{block}." for block in reversed(list(blocks))), ""]:
             hit = [
                 decision
-                for decision in state.decisions
-                if decision.atom not in state.heads_atoms and any(n.startswith(prefix) for n in decision.parameters)
+                for decision in types.chosen
+                if decision.atom not in types.whole_heads and any(n.startswith(prefix) for n in decision.parameters)
             ]
             if hit:
                 break
-        return self.give_up(state, hit or state.decisions, mismatch)
+        return self.give_up(state, hit or types.chosen, mismatch)
 
     def give_up(self, state: State, hit: list[Decision], mismatch: MismatchError) -> bool:
         """Replicates the parameters of decisions, and of all modules that have the class of the differing module."""
@@ -268,8 +262,8 @@ class Planner:
         if inside and mismatch.module:
             kind = type(self.modules[mismatch.module])
             same = {f"{name}.{n}" for name, module in self.modules.items() if type(module) is kind for n in inside}
-            left += [decision for decision in state.decisions if same.intersection(decision.parameters)]
-        tables = [name for name in state.cut if state.roles.get(name.rpartition(".")[0]) == "vocab"]
+            left += [decision for decision in state.types.chosen if same.intersection(decision.parameters)]
+        tables = [name for name in state.types.cut if state.types.roles.get(name.rpartition(".")[0]) == "vocab"]
         for decision in left:
             self.leave(decision, str(mismatch), dict.fromkeys(tables, TABLE_ADVICE))
         return True
@@ -278,26 +272,20 @@ class Planner:
         edits = LocalEdits(
             p=self.p,
             token_sizes=self.token_sizes,
-            roles=state.roles,
+            roles=state.types.roles,
             heads=state.heads,
             shardings=self.shardings(state),
             buffers=state.flow.buffers,
             slices=state.flow.slices,
             calls=state.flow.calls,
-            tokens=state.tokens.edits if state.tokens else [],
+            tokens=state.types.tokens.edits if state.types.tokens else [],
         )
-        recorded = Recorded(
-            record=self.record,
-            decisions=state.decisions,
-            heads_atoms=state.heads_atoms,
-            local=state.flow.local,
-            token_flow=state.tokens,
-        )
-        return Localized(self.model, self.example, edits, recorded)
+        return Localized(self.model, self.example, edits, state.flow)
 
     def shardings(self, state: State) -> dict[str, Sharding]:
         """The shardings of parameters; a tied parameter has the same one under all its names."""
-        return {alias: cut.sharding for name, cut in state.cuts.items() for alias in self.names[name]}
+        cuts = (cut for decision in state.types.chosen for cut in decision.parameters.items())
+        return {alias: cut.sharding for name, cut in cuts for alias in self.names[name]}
 
     def localize(self, state: State) -> None:
         """Finds the integers of every rank; ranks with the same local lengths share them."""
@@ -306,10 +294,10 @@ class Planner:
         state.proofs.clear()
         # Where less is sharded than in all layers, integers that change no shape would stay local
         sharded = {name for group in larger.together for name in group if name in self.names}
-        is_same = larger is not self and larger.p == self.p and state.cut.keys() == sharded
+        is_same = larger is not self and larger.p == self.p and state.types.cut.keys() == sharded
         known = self.given or (larger.local if is_same else ())
         for rank in range(self.p):
-            key = tuple(size for decision in state.decisions for size in decision.sizes(rank).values())
+            key = tuple(size for decision in state.types.chosen for size in decision.sizes(rank).values())
             if key not in searched:
                 before = next(iter(searched.values()), larger.local[0].of(self.modules) if larger.local else None)
                 given = agreeing(localized, rank, known[rank]) if known else None
@@ -330,22 +318,23 @@ class Planner:
         whole = {name: self.whole_tokens[kind_of(name)] for name in self.modules if kind_of(name) in self.whole_tokens}
         bans = Bans(sources=dict(whole))
         state = self.try_tokens(base, bans, 0)
-        if state.tokens is None:  # along the dim that operators mix the most; else along another
+        if state.types.tokens is None:  # along the dim that operators mix the most; else along another
             other = Bans(sources=dict(whole))
             state = self.try_tokens(base, other, 1)
-            bans = bans if state.tokens is None else other
+            bans = bans if state.types.tokens is None else other
         state = replace(state, whole_tokens=dict(bans.sources))
-        if state.tokens is None:
+        if state.types.tokens is None:
             module, text = next(iter(bans.sources.items()), ("the model", "no layer sums over the ranks"))
             reason = f"after {module}: {text}"
         else:
-            before, after = (on_the_wire(collectives_of(self.record, self.p, s, True)) for s in (base, state))
-            if self.sequence_parallel in (True, POSSIBLE) or (after <= MAX_GROWTH * before and state.tokens.saved > 0):
+            before, after = (on_the_wire(collectives_of(s.flow, self.p, s.heads, True)) for s in (base, state))
+            gains = after <= MAX_GROWTH * before and state.types.tokens.saved > 0
+            if self.sequence_parallel in (True, POSSIBLE) or gains:
                 return state
             reason = f"activations on the wire would grow from {before} to {after} bytes"
         if self.sequence_parallel is True:
             raise ValueError(f"sequence_parallel: True must be possible somewhere, and is not: {reason}")
-        return replace(base, whole_tokens=dict(bans.sources) if state.tokens is None else {"the model": reason})
+        return replace(base, whole_tokens=dict(bans.sources) if state.types.tokens is None else {"the model": reason})
 
     def try_tokens(self, base: State, bans: Bans, alternative: int) -> State:
         """Shards tokens until gradients and proof accept; each attempt bans more, and at the end all stay whole."""
@@ -353,11 +342,11 @@ class Planner:
             tokens = find_tokens(base.flow, self.token_sizes, bans, alternative)
             if not tokens.sources:
                 return base
-            flow = self.flow(base.decisions, base.roles, base.heads_atoms, base.cut, tokens)
+            flow = self.flow(base.types.chosen, base.types.roles, base.types.whole_heads, base.types.cut, tokens)
             if flow.problems:
                 ban_problems(flow.problems, tokens, bans)
                 continue
-            state = replace(base, flow=flow, tokens=tokens, proofs=[])
+            state = replace(base, flow=flow, proofs=[])
             try:
                 self.prove(state)
             except MismatchError as mismatch:
@@ -371,11 +360,11 @@ class Planner:
 
     def prove(self, state: State) -> None:
         """Proves the shapes of a state whose integers have been found."""
-        assert state.tokens is not None
+        assert state.types.tokens is not None
         localized, proofs = self.localized(state), dict[tuple[Any, ...], str]()
-        lengths = {atom.size for _, atom in state.tokens.entries}
+        lengths = {atom.size for _, atom in state.types.tokens.entries}
         for rank in range(self.p):
-            sizes = [size for decision in state.decisions for size in decision.sizes(rank).values()]
+            sizes = [size for decision in state.types.chosen for size in decision.sizes(rank).values()]
             key = (*sizes, *(self.token_sizes(n)[rank] for n in sorted(lengths)))
             if key not in proofs:
                 local = state.local[rank]
@@ -387,43 +376,35 @@ class Planner:
     def finished(self, state: State) -> Plan:
         flow = state.flow
         edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers, *flow.calls]
-        self.together = [list(decision.parameters) for decision in state.decisions]
+        self.together = [list(decision.parameters) for decision in state.types.chosen]
         self.local = dict(state.local)
         candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard, shares=self.shares))
-        whole = [name for name, _ in self.record.parameters.values() if name not in state.cut]
+        whole = [name for name, _ in self.record.parameters.values() if name not in state.types.cut]
         plan = Plan(
             p=self.p,
             shardings=self.shardings(state),
-            tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.cut],
-            roles=state.roles,
+            tied=[group for name, group in self.names.items() if len(group) > 1 and name in state.types.cut],
+            roles=dict(state.types.roles),
             heads=state.heads,
             buffers=flow.buffers,
-            conversions=edits + (state.tokens.edits if state.tokens else []),
+            conversions=edits + (state.types.tokens.edits if state.types.tokens else []),
             refused_inputs=flow.refused_inputs,
-            draws=self.draws(state),
+            draws=draws_of(flow, self.p),
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
             sizes=merged_sizes([state.local[rank].sizes for rank in sorted(state.local)]),
             whole={a: self.reason(n, state, candidates) for n in whole for a in self.names[n]},
-            collectives=collectives_of(self.record, self.p, state),
+            collectives=collectives_of(flow, self.p, state.heads),
             shapes={a: tuple(t.shape) for n, t in self.record.parameters.values() for a in self.names[n]},
             example=described(self.example, self.record.read),
             proofs=state.proofs,
             bytes_of_element={n: t.element_size() for n, t in self.record.parameters.values()},
-            outputs=self.outputs(state),
+            outputs=outputs_of(flow, self.modules, state.heads, self.token_sizes),
             whole_tokens=state.whole_tokens,
             direct=self.record.direct,
             shares=self.shares,
         )
         plan.direct_calls = direct_calls(state.flow, plan.edited(), plan.local())
         return plan_in_blocks(plan, state.flow, self.modules, self.blocks) if self.blocks else plan
-
-    def outputs(self, state: State) -> list[Output]:
-        summed = {edit.module for edit in state.flow.sums}
-        summed |= {name for name, role in state.roles.items() if role != "column"}
-        sizes = {atom: size for decision in state.decisions for atom, size in decision.sizes(0).items()}
-        outputs = outputs_of(self.record, self.modules, state.flow.local, summed, set(state.heads), sizes)
-        shown = None if state.tokens is None else state.tokens.shown
-        return outputs if shown is None else [shown(self.record, output, self.token_sizes) for output in outputs]
 
     def reason(self, name: str, state: State, candidates: Callable[[], list[Decision]]) -> str:
         """Returns why a parameter stays whole."""
@@ -432,8 +413,4 @@ class Planner:
         # First: the dims of a parameter that a round has left whole do not show why
         if name in self.why:
             return self.why[name]
-        return reason_of(self.record, name, self.p, self.may_shard, candidates, state.cut, self.why, self.shares)
-
-    def draws(self, state: State) -> list[Draw]:
-        decisions = [decision for decision in state.decisions if decision.atom not in state.heads_atoms]
-        return draws_of(self.record, decisions, self.p, state.flow.local, state.tokens)
+        return reason_of(self.record, name, self.p, self.may_shard, candidates, state.types.cut, self.why, self.shares)
