@@ -296,3 +296,31 @@ def test_layers_of_its_class_and_modules_without_hooks_convert_nothing(group: An
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     sharded(tokens())
+
+
+class Kinds(nn.Module):
+    """Calls a module once for each of its kinds, in the order of a set."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        super().__init__()
+        self.mlp, self.last = MlpOfKind(), nn.Linear(WIDTH, WIDTH)
+        self.kinds = kinds
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = {kind: self.mlp(x, kind) for kind in self.kinds}
+        return self.last(results["wide"] + results["narrow"])
+
+
+class MlpOfKind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 36), nn.Linear(36, WIDTH)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        y = self.down(F.gelu(self.up(x)))
+        return y * 2 if kind == "wide" else y
+
+
+def test_the_order_of_calls_with_other_options_is_no_part_of_a_plan() -> None:
+    plans = [auto.plan(Kinds(kinds), (torch.randn(3, WIDTH),), 2) for kinds in (("wide", "narrow"), ("narrow", "wide"))]
+    assert plans[0].shardings and plans[0].fingerprint == plans[1].fingerprint

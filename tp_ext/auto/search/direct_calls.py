@@ -56,8 +56,8 @@ def with_parents(module: str) -> list[str]:
 def _with_call(direct: DirectCall, record: Record, call: ModuleCall, constant: set[Atom]) -> DirectCall:
     """A direct call that may have the options and the results of a call in forward, too: no others are proven."""
     for name, value in call.options.items():
-        if value not in (values := direct.options.setdefault(name, [])):
-            values.append(value)
+        # Sorted: forward may call it for each of a set, of which each rank's process has another order
+        direct.options[name] = sorted({*direct.options.get(name, ()), value})
     results: dict[str, list[int]] = {}
     for path, tensor in call.outputs:
         labels = [set(atoms(label)) for label in record.dims_of(tensor)]  # empty: of length 1, as a batch may be
