@@ -40,7 +40,7 @@ from tp_ext.auto.search.integers import local_of
 from tp_ext.auto.search.localize import is_conv1d, patch
 from tp_ext.auto.search.plans import Plan
 from tp_ext.auto.search.sizes import SizedForward
-from tp_ext.conversions import P, S
+from tp_ext.conversions import I, P, R, S
 from tp_ext.group import Group, ParallelGroup, parallel_group
 from tp_ext.invariance import using_blocks
 from tp_ext.model.fused_paths import refuse_fused_paths
@@ -278,21 +278,25 @@ class _Applied:
         """Collects what modules do around their forwards, in any order: that of running is ``EditPlace``."""
         plan, group = self.plan, self.group
         self.edit("", NoAdapters())
-        self.convert_tokens()
-        for slice_ in plan.slices:
-            self.edit(slice_.module, ConvertedArgument(Converted(slice_, group)))
+        if self.tokens is not None:
+            self.edit("", TokensOfForward(self.tokens))
+        copied: dict[tuple[str, bool], CopiedArguments] = {}
+        for conversion in plan.conversions:
+            tokens = self.tokens if conversion.tokens else None
+            if conversion.types == (S, S):
+                assert tokens is not None
+                self.edit(conversion.module, KeptLength(conversion.path, tokens))
+            elif conversion.at == "argument" and conversion.types == (I, R):
+                key = conversion.module, conversion.tokens
+                if conversion.module not in own_input:
+                    copied.setdefault(key, CopiedArguments([], group, tokens)).paths.append(conversion.path)
+            elif conversion.at == "argument":
+                self.edit(conversion.module, ConvertedArgument(Converted(conversion, group, tokens)))
+            elif conversion.at == "output" and not self.is_converted_elsewhere(conversion):
+                self.edit(conversion.module, ConvertedOutput(Converted(conversion, group, tokens)))
+        for (name, _), arguments in copied.items():
+            self.edit(name, arguments)
         self.enter_parameters()
-        for sum_ in plan.sums:
-            if sum_.module not in self.scattered:  # whose reduce-scatter is the sum
-                self.edit(sum_.module, ConvertedOutput(Converted(sum_, group)))
-        arguments_of: dict[tuple[str, bool], list[Any]] = {}
-        for copy in plan.copies:
-            if copy.at == "output":
-                self.edit(copy.module, ConvertedOutput(Converted(copy, group, self.tokens if copy.tokens else None)))
-            elif copy.at == "argument" and copy.module not in own_input:
-                arguments_of.setdefault((copy.module, copy.tokens), []).append(copy.path)
-        for (name, tokens), paths in arguments_of.items():
-            self.edit(name, CopiedArguments(paths, group, self.tokens if tokens else None))
         for name, edit in draw_edits(plan.draws, group, self.tokens):
             self.edit(name, edit)
         for name in plan.heads:
@@ -315,19 +319,11 @@ class _Applied:
             # Last: it wraps the other forwards of the instance, so that a call by name runs the hooks and then these
             self.edit(name, CalledForward(self.model.get_submodule(name)).install())
 
-    def convert_tokens(self) -> None:
-        """Collects the edits of sequence parallelism, but for layers that scatter their sums themselves."""
-        if self.tokens is None:
-            return
-        self.edit("", TokensOfForward(self.tokens))
-        for edit in self.plan.tokens:
-            converted = Converted(edit, self.group, self.tokens)
-            if edit.types == (S, S):
-                self.edit(edit.module, KeptLength(edit.path, self.tokens))
-            elif edit.at == "argument":
-                self.edit(edit.module, ConvertedArgument(converted))
-            elif edit.module not in self.plan.roles:
-                self.edit(edit.module, ConvertedOutput(converted))
+    def is_converted_elsewhere(self, edit: Conversion) -> bool:
+        """Returns whether a layer converts an output itself, or the model its results, which depend on the call."""
+        if edit.of_tokens:
+            return edit.module in self.plan.roles
+        return edit.types == (S, I) or (edit.types == (P, I) and edit.module in self.scattered)
 
     def enter_parameters(self) -> None:
         entering: dict[str, EnteredParameters] = {}

@@ -125,9 +125,7 @@ def _failure(plan: Plan, model: nn.Module, rank: int) -> str:
         heads=plan.heads,
         shardings=plan.shardings,
         buffers=plan.buffers,
-        slices=plan.slices,
-        calls=[edit for edit in plan.conversions if edit.at == "call"],
-        tokens=plan.tokens,
+        conversions=plan.conversions,
     )
     local = Localized(model, example, edits)
     try:

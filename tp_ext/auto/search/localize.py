@@ -33,7 +33,7 @@ from tp_ext.auto.search.flow import Flow
 from tp_ext.auto.search.reasons import failure_of
 from tp_ext.auto.search.sizes import Observer, SizedForward
 from tp_ext.auto.search.summed_calls import localize_norms
-from tp_ext.conversions import I, P, S
+from tp_ext.conversions import S
 from tp_ext.sharding import Sharding
 
 VIEW_CALLS = {
@@ -71,9 +71,7 @@ class LocalEdits:
     heads: Sequence[str]
     shardings: Mapping[str, Sharding]  # of parameters, by all their names
     buffers: Mapping[str, Sequence[Sharding]]
-    slices: Sequence[Conversion]
-    calls: Sequence[Conversion]
-    tokens: Sequence[Conversion]
+    conversions: Sequence[Conversion]
     token_sizes: Callable[[int], list[int]]  # those of each rank
 
 
@@ -170,21 +168,18 @@ class Localized:
                     module.padding_idx = None  # type: ignore[assignment]  # may be the row of another rank
                 elif role == "attention":
                     module.forward = forward_on_fakes(module)
-            localize_norms(model, self.edits.calls, rank, p)
-            for slice_ in self.edits.slices:
-                sliced = _Sliced(slice_, rank, p)
-                model.get_submodule(slice_.module).register_forward_pre_hook(sliced, with_kwargs=True)
+            localize_norms(model, [edit for edit in self.edits.conversions if edit.at == "call"], rank, p)
             lengths: list[int] = []
-            for tokens in self.edits.tokens:
-                hook, module = _LocalTokens(tokens, rank, self.edits, lengths), model.get_submodule(tokens.module)
-                if tokens.at == "argument":
+            for edit in self.edits.conversions:
+                hook, module = _LocalConversion(edit, rank, self.edits, lengths), model.get_submodule(edit.module)
+                if edit.at == "argument" and S in edit.types:
                     module.register_forward_pre_hook(hook.of_arguments, with_kwargs=True)
-                else:
+                elif edit.at == "output" and edit.of_tokens:
                     module.register_forward_hook(hook.of_output)
             patch(model, patches)
             for name, calls in sizes.items():
-                for inner, edit in SizedForward(model.get_submodule(name), name, calls).install():
-                    install(inner, [edit])
+                for inner, pause in SizedForward(model.get_submodule(name), name, calls).install():
+                    install(inner, [pause])
             yield shapes
 
     def lines(self) -> list[str]:
@@ -265,42 +260,28 @@ class _LogitsOf:
         return x.new_empty(*x.shape[:-1], self.features)
 
 
-class _Sliced:
-    """Slices an argument; the proof does not see its calls."""
+class _LocalConversion:
+    """A boundary at which a tensor has another shape behind it, on fakes: by calls that the proof does not see."""
 
-    def __init__(self, slice_: Conversion, rank: int, p: int) -> None:
-        self.slice, self.rank, self.p = slice_, rank, p
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            dim, factor = self.slice.dim, self.slice.factor
-            assert factor is not None
-            size = factor.local_size(self.rank, self.p)
-            return replaced_argument(
-                module, args, kwargs, self.slice.path, lambda t: t.narrow(dim, 0, t.shape[dim] // factor.size * size)
-            )
-
-
-class _LocalTokens:
-    """A boundary of sharded tokens, on fakes: only shapes change, by calls that the proof does not see."""
-
-    def __init__(self, tokens: Conversion, rank: int, edits: LocalEdits, lengths: list[int]) -> None:
-        self.tokens, self.rank, self.edits = tokens, rank, edits
+    def __init__(self, edit: Conversion, rank: int, edits: LocalEdits, lengths: list[int]) -> None:
+        self.edit, self.rank, self.edits = edit, rank, edits
         self.lengths = lengths  # that of the tokens sharded last; shared by all boundaries
 
     def of_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return replaced_argument(module, args, kwargs, self.tokens.path, self.converted)
+        return replaced_argument(module, args, kwargs, self.edit.path, self.converted)
 
     def of_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return replaced(output, self.tokens.path, self.converted)
+        return replaced(output, self.edit.path, self.converted)
 
     def converted(self, x: Tensor) -> Tensor:
-        dim = self.tokens.dim
+        dim, factor = self.edit.dim, self.edit.factor
         with torch._C.DisableTorchFunction():
-            if self.tokens.types in ((P, S), (I, S)):
+            if factor is not None:
+                return x.narrow(dim, 0, x.shape[dim] // factor.size * factor.local_size(self.rank, self.edits.p))
+            if self.edit.after is S and self.edit.before is not S:
                 self.lengths[:] = [x.shape[dim]]
                 return x.narrow(dim, 0, self.edits.token_sizes(x.shape[dim])[self.rank])
-            if self.tokens.types == (S, S):
+            if self.edit.after is S:
                 return x
             # Shards may be uneven, so that the full length does not follow from this rank's
             return x.new_empty(*x.shape[:dim], self.lengths[0], *x.shape[dim + 1 :])

@@ -13,6 +13,7 @@ from torch import nn
 
 from tp_ext.auto.record import progress
 from tp_ext.auto.record.dims import Atom, Reason, atoms, contains, length
+from tp_ext.auto.record.edits import Conversion
 from tp_ext.auto.record.forwards import looks_up
 from tp_ext.auto.record.multi_head import WEIGHTS, attends
 from tp_ext.auto.record.record import Record, tensors
@@ -276,11 +277,14 @@ class Planner:
             heads=state.heads,
             shardings=self.shardings(state),
             buffers=state.flow.buffers,
-            slices=state.flow.slices,
-            calls=state.flow.calls,
-            tokens=state.types.tokens.edits if state.types.tokens else [],
+            conversions=self.conversions(state),
         )
         return Localized(self.model, self.example, edits, state.flow)
+
+    def conversions(self, state: State) -> list[Conversion]:
+        flow, tokens = state.flow, state.types.tokens
+        edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers, *flow.calls]
+        return edits + (tokens.edits if tokens else [])
 
     def shardings(self, state: State) -> dict[str, Sharding]:
         """The shardings of parameters; a tied parameter has the same one under all its names."""
@@ -375,7 +379,6 @@ class Planner:
 
     def finished(self, state: State) -> Plan:
         flow = state.flow
-        edits = [*flow.copies, *flow.sums, *flow.slices, *flow.gathers, *flow.calls]
         self.together = [list(decision.parameters) for decision in state.types.chosen]
         self.local = dict(state.local)
         candidates = functools.cache(lambda: decisions(self.record, self.p, self.may_shard, shares=self.shares))
@@ -387,7 +390,7 @@ class Planner:
             roles=dict(state.types.roles),
             heads=state.heads,
             buffers=flow.buffers,
-            conversions=edits + (state.types.tokens.edits if state.types.tokens else []),
+            conversions=self.conversions(state),
             refused_inputs=flow.refused_inputs,
             draws=draws_of(flow, self.p),
             patches=merged({rank: local.patches for rank, local in state.local.items()}),
