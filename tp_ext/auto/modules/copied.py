@@ -25,7 +25,7 @@ from tp_ext.auto.modules.random_draws import Masks
 from tp_ext.auto.modules.token_lengths import TokenLengths
 from tp_ext.auto.record.boundary import BeforeForward, EndOfForward
 from tp_ext.auto.record.edits import NAME
-from tp_ext.auto.record.forwards import CalledForward, EnteredForward
+from tp_ext.auto.record.forwards import EnteredForward, InstanceForward
 from tp_ext.auto.record.kept import while_used
 from tp_ext.auto.search.sizes import SizedForward
 
@@ -83,7 +83,7 @@ class CopiedWithEdits(nn.Module):
         forward = values.get("forward")
         # By copy.copy, or where the arguments of __reduce__ lead to hooks that know the module. In a pickle of such a
         # module the forward may have no attributes yet, and will get the right one
-        if isinstance(forward, CalledForward | SizedForward) and getattr(forward, "module", self) is not self:
+        if isinstance(forward, InstanceForward) and getattr(forward, "module", self) is not self:
             clone = copy.copy(forward)
             clone.module = self
             values = {**values, "forward": clone}

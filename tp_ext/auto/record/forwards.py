@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -14,19 +15,38 @@ from torch import nn
 from tp_ext.auto.record.boundary import Edit, EditPlace
 
 
-class CalledForward:
-    """A module's ``forward`` in the instance, by which a direct call goes through ``module()`` and runs the hooks.
+class InstanceForward:
+    """A module's ``forward`` in the instance: an object that knows the module, no bound method, so that the module can
+    be copied and pickled."""
 
-    It is an object of a class that knows the module, no bound method, so that the module can be copied and pickled."""
-
-    def __init__(self, module: nn.Module, direct: Callable[[], None] | None = None) -> None:
-        self.module, self.direct = module, direct  # direct: called at each direct call
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.own = vars(module).get("forward")
-        self.entered = False  # by module(), whose hooks have run
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return signature_of(self.module, self.own)
+        """The arguments of the forward that it calls: exports, trainers and ``generate`` ask for them."""
+        return inspect.signature(type(self.module).forward.__get__(self.module) if self.own is None else self.own)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The code of the forward that it calls: ``torch.export`` names its line."""
+        return (type(self.module).forward if self.own is None else self.own).__code__
+
+    def run_own(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward that the instance had of its own, else that of its class."""
+        if self.own is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.own(*args, **kwargs)
+
+
+class CalledForward(InstanceForward):
+    """A ``forward`` by which a direct call goes through ``module()`` and runs the hooks."""
+
+    def __init__(self, module: nn.Module, direct: Callable[[], None] | None = None) -> None:
+        super().__init__(module)
+        self.direct = direct  # called at each direct call
+        self.entered = False  # by module(), whose hooks have run
 
     def install(self) -> Edit:
         """Sets the forward; returns the edit by which it knows that the hooks have run."""
@@ -40,17 +60,7 @@ class CalledForward:
             return self.module(*args, **kwargs)
         # Before forward runs: a call of itself by name inside of it must run the hooks, too
         self.entered = False
-        return run_forward(self.module, self.own, *args, **kwargs)
-
-
-def run_forward(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    """Calls the forward that an instance has of its own, else that of its class."""
-    return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
-
-
-def signature_of(module: nn.Module, forward: Callable[..., Any] | None) -> inspect.Signature:
-    """Returns the arguments of :func:`run_forward`: exports, trainers and ``generate`` ask for those of ``forward``."""
-    return inspect.signature(type(module).forward.__get__(module) if forward is None else forward)
+        return self.run_own(*args, **kwargs)
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -6,7 +6,6 @@ sizes are changed, and from what to what."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tp_ext.auto.record.boundary import Edit, EditPlace
 from tp_ext.auto.record.edits import SizeCall
-from tp_ext.auto.record.forwards import run_forward, signature_of
+from tp_ext.auto.record.forwards import InstanceForward
 from tp_ext.auto.record.keywords import by_place
 from tp_ext.auto.record.operators import row_of
 
@@ -38,6 +37,11 @@ def _gives_shape(name: str) -> bool:
     return row_of(name).view and not row_of(name).splits
 
 
+def _is_size(value: Any) -> bool:
+    """Returns whether an argument is a size, which in an export with open lengths has no value."""
+    return type(value) in (int, torch.SymInt)
+
+
 def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeArguments | None:
     """The sizes that a function is called with, by their place; None: it is another function, or they are no
     integers."""
@@ -47,15 +51,14 @@ def sizes_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizeAr
         return None
     value, end = args[place], place + 1
     # Only these take their sizes as separate arguments, as in view(b, 12, 64)
-    if _gives_shape(name) and type(value) is int:
+    if _gives_shape(name) and _is_size(value):
         value, end = tuple(args[place:]), len(args)
-    values = [value] if type(value) is int else list(value) if isinstance(value, list | tuple) else []
-    # view(dtype) has no sizes, and symbolic sizes of a compiler no numbers
-    if not values or not all(type(size) is int for size in values):
+    values = [value] if _is_size(value) else list(value) if isinstance(value, list | tuple) else []
+    if not values or not all(map(_is_size, values)):  # view(dtype) has none
         return None
 
     def rebuilt(new: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        sizes = new[0] if type(value) is int else list(new)
+        sizes = new[0] if _is_size(value) else list(new)
         return (*args[:place], sizes, *args[end:]), kwargs
 
     return SizeArguments(values, rebuilt)
@@ -219,17 +222,13 @@ class _Rewriting(TorchFunctionMode):
         )
 
 
-class SizedForward:
-    """A module's ``forward`` in the instance, in which sizes are changed as planned; other modules are left alone."""
+class SizedForward(InstanceForward):
+    """A ``forward`` in which sizes are changed as planned; other modules are left alone."""
 
     def __init__(self, module: nn.Module, name: str, calls: Sequence[SizeCall]) -> None:
-        self.module, self.name, self.calls = module, name, calls
-        self.own = vars(module).get("forward")
+        super().__init__(module)
+        self.name, self.calls = name, calls
         self.running: list[_Rewriting] = []
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return signature_of(self.module, self.own)
 
     def install(self) -> Iterator[tuple[nn.Module, Edit]]:
         """Sets the forward; returns the edits that leave other modules alone."""
@@ -242,7 +241,7 @@ class SizedForward:
         self.running.append(mode)
         try:
             with mode:
-                result = run_forward(self.module, self.own, *args, **kwargs)
+                result = self.run_own(*args, **kwargs)
         finally:
             self.running.pop()
         # A forward that makes fewer calls has taken a branch that the example does not show
