@@ -13,6 +13,13 @@ MANY = 150
 SUMMED = {"seed": 0, "p": 2, "width": 16, "nested": False, "results": [3], "options": {}}
 SUMMED["code"] = [("linear", [0], 0.99, None), ("cumsum", [1], 0.0, None), ("linear", [2], 0.4, None)]
 
+# Programs that were wrong once: ranks, results, instructions
+FOUND = {
+    "a tensor, of which a module takes slices, is returned": (2, [1], [("permuted", [0]), ("einsum", [1])]),
+    "and used": (2, [1, 2], [("permuted", [0]), ("einsum", [1])]),
+    "by a module that is used no more": (3, [1], [("permuted", [0]), ("mlp", [1]), ("einsum", [2])]),
+}
+
 
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
@@ -23,6 +30,14 @@ def pytest_generate_tests(metafunc):
 def test_programs_on_ranks_are_those_on_one(seed):
     failure, _, _ = programs.verdict(programs.draw(seed))
     assert failure is None, failure
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_found_need_no_proof(name):
+    p, results, code = FOUND[name]
+    config = {"seed": 62, "p": p, "width": 24, "nested": True, "results": results, "options": {}}
+    failure, share, _ = programs.verdict(config | {"code": [(*step, 0.8, None) for step in code]}, prove="shapes")
+    assert failure is None and share > 0.9, failure
 
 
 @pytest.mark.filterwarnings("ignore:model. .* stay whole")

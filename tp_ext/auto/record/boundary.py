@@ -37,9 +37,9 @@ class EditPlace(enum.IntEnum):
     SUM = enum.auto()
     LENGTHS = enum.auto()  # of tokens, by arguments as they come
     TOKENS_OF_ARGUMENT = enum.auto()
-    SHARD_OF_ARGUMENT = enum.auto()
     PARAMETERS = enum.auto()
     GRADIENTS_OF_ARGUMENTS = enum.auto()
+    SHARD_OF_ARGUMENT = enum.auto()  # the gradient of a slice is partial: the sum is that of the whole tensor
     OTHER_DRAWS = enum.auto()
 
 

@@ -52,19 +52,19 @@ class Flow:
                 output = Conversion(call.module, "output", path, P, I)
                 if types.partial.get(id(tensor)) == call.module and output not in self.sums:
                     self.sums.append(output)
-        self.gathers_of_outputs()
+        self.gather_outputs()
         self.place_sums()
         for id_, sums in self.summed.items():
             new = [copy for copies in sums.values() for copy in copies if copy not in self.copies]
             self.copies += new
             self.copied += [types.by_id[id_]] * len(new)
 
-    def gathers_of_outputs(self) -> None:
-        """The outputs of the model that have a sharded dim, but for logits, which keep their full shape."""
+    def gather_outputs(self) -> None:
+        """Gathers the outputs of the model that are shards, but for logits, which keep their full shape."""
         types = self.types
         for path, tensor in tensors(types.record.output):
             for dim, label, decision in sharded_dims(types.record, tensor, types.chosen):
-                if decision.atom in types.whole_heads:
+                if decision.atom in types.whole_heads or id(tensor) not in types.sharded:
                     continue
                 parts = decision.parts(label)
                 if parts is None:

@@ -32,7 +32,7 @@ class InferredTypes:
     """The types of tensors for the decisions of a round.
 
     Attributes:
-        sharded: ids of the tensors that have a sharded dim.
+        sharded: ids of the tensors that have a sharded dim, or only seem to, until :meth:`narrow`.
         partial: id -> module in which the tensor became partial; outside of it the tensor has been summed.
         divided: names of parameters that every rank adds to partial sums: used as 1/p of themselves.
         by_call: the operators whose sum their call completes. working: for each operator, whether it works on shards.
@@ -247,6 +247,11 @@ class InferredTypes:
             return True
         # A row layer and a look-up sum their own result, which is replicated then
         return not step.is_loss and self.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
+
+    def narrow(self, local: set[int]) -> None:
+        """Leaves whole the tensors that no shard reaches, of which modules take slices: their gradients are partial."""
+        self.sharded &= local | self.record.parameters.keys()
+        self.working = [self.works_sharded(step) for step in self.record.steps]
 
     # ------------------------------------------------------------ gradients
 

@@ -180,9 +180,9 @@ class Planner:
     ) -> Flow:
         """Places the collectives of these decisions."""
         flow = Flow(InferredTypes(self.record, decisions, roles, heads, cut, tokens))
+        Constants(flow).find()
         flow.place()
         find_summed_calls(flow)
-        Constants(flow).find()
         return flow
 
     def roles(self, cuts: Mapping[str, Cut]) -> dict[str, str]:

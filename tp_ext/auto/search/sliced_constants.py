@@ -45,6 +45,7 @@ class Constants:
                     self.constants(step, local)
                     local |= {id(t) for t in step.outputs if id(t) in types.sharded}
         flow.local = local
+        types.narrow(local)
 
     def constants(self, step: Step, local: set[int]) -> None:
         # A parameter here has a sharded dim and no shard: `Flow.find_unsharded` reports it
@@ -86,6 +87,8 @@ class Constants:
             edit = Conversion(call.module, "argument", path, I, S, dim, factor)
             if edit not in self.flow.slices:
                 self.flow.slices.append(edit)
+        if not call.module:  # inside of the model, which is everywhere, it is the slice
+            local.add(id(source))
         # Views that are made inside of the module are views of the slice
         local |= {id(view) for view in views if self.record.maker[id(view)].place >= call.start}
 
