@@ -212,7 +212,7 @@ class Numbers(TorchDispatchMode):
         if (device := device_of(func, args)) is not None:
             return device
         kwargs = kwargs or {}
-        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        operands = [t for _, t in tensors((args, kwargs))]
         instruction = self.instruction(func, args, kwargs, operands)
         if instruction is not None and func._schema.name == READ and args[0].dtype != torch.bool:
             roots = self.roots_of[_memory(args[0])]
