@@ -202,7 +202,14 @@ _vocab_embedding_bwd(Tensor grad, Tensor ids, SymInt num_rows, SymInt vocab_star
     vocab_local) -> Tensor
 vocab_parallel_cross_entropy(Tensor logits, Tensor target, str group, SymInt vocab_start, SymInt
     vocab_local, SymInt vocab_size, int ignore_index, float label_smoothing, float z_loss, str
-    reduction, bool inplace_backward, bool vocab_size_given=True, int[] blocks=[]) -> Tensor
+    reduction, bool inplace_backward, bool vocab_size_given=True, int[] blocks=[], SymInt[]?
+    sizes=None) -> Tensor
+// The argmax of logits, and a draw from softmax(logits / temperature); sizes, here and above: the
+// ranks' numbers of columns, if the caller gave them
+vocab_parallel_argmax(Tensor logits, str group, SymInt vocab_start, SymInt vocab_local, SymInt
+    vocab_size, SymInt[]? sizes=None) -> Tensor
+vocab_parallel_sample(Tensor logits, str group, SymInt vocab_start, SymInt vocab_local, SymInt
+    vocab_size, float temperature, int? top_k, float? top_p, SymInt[]? sizes=None) -> Tensor
 _vocab_ce_stats(Tensor logits, Tensor target, SymInt vocab_start, SymInt vocab_local, SymInt
     vocab_size, int ignore_index, bool shard_row=False, bool vocab_size_given=True) -> Tensor
 _vocab_ce_loss(Tensor stats, Tensor target, SymInt vocab_size, int ignore_index, float

@@ -175,6 +175,14 @@ Tensor _vocab_embedding_fwd(const Tensor& weight, const Tensor& ids, c10::SymInt
                             c10::SymInt vocab_local, c10::SymInt vocab_size);
 Tensor _vocab_embedding_bwd(const Tensor& grad, const Tensor& ids, c10::SymInt num_rows,
                             c10::SymInt vocab_start, c10::SymInt vocab_local);
+Tensor vocab_parallel_argmax(const Tensor& logits, const std::string& group,
+                             c10::SymInt vocab_start, c10::SymInt vocab_local,
+                             c10::SymInt vocab_size, Sizes sizes);
+Tensor vocab_parallel_sample(const Tensor& logits, const std::string& group,
+                             c10::SymInt vocab_start, c10::SymInt vocab_local,
+                             c10::SymInt vocab_size, double temperature,
+                             std::optional<int64_t> top_k, std::optional<double> top_p,
+                             Sizes sizes);
 Tensor _vocab_ce_stats(const Tensor& logits, const Tensor& target, c10::SymInt vocab_start,
                        c10::SymInt vocab_local, c10::SymInt vocab_size, int64_t ignore_index,
                        bool shard_row, bool vocab_size_given);

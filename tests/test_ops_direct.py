@@ -31,6 +31,8 @@ def arguments(name):
         "bias_dropout_residual": (x, row, None, torch.tensor(7), 0.5, 12, 12, 0),
         "moe_permute": (x, torch.tensor([[0], [-1], [2]]), 4, None),
         "moe_unpermute": (w, torch.tensor([[0], [-1], [2]]), row[:3, None]),
+        "vocab_parallel_argmax": (x, "", 0, 3, 3, [3]),
+        "vocab_parallel_sample": (x, "", 0, 4, 4, 0.5, 2, None, None),
         "vocab_parallel_embedding": (torch.tensor([0, 4]), w, "", 0, 5, 5, False, None),
     }.get(name, (x, "") if name in ("copy_to_region", "reduce_from_region") else (x, "", -1, None))
 

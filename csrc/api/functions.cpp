@@ -61,13 +61,45 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& targets,
                                     const CrossEntropyOptions& options) {
   using Signature =
       Tensor(const Tensor&, const Tensor&, const std::string&, SymInt, SymInt, SymInt, int64_t,
-             double, double, const std::string&, bool, bool, at::IntArrayRef);
+             double, double, const std::string&, bool, bool, at::IntArrayRef, Sizes);
   static const auto op = find_op<Signature>("tp_ext::vocab_parallel_cross_entropy");
   TORCH_CHECK_VALUE(logits.dim() > 0, "logits: a 0-d tensor must have a last dim, the vocabulary");
   const auto vocab = nn::vocab_columns(logits.size(-1), options.vocab_size, group);
   return op.call(logits, targets, group.name, vocab.start, vocab.local, vocab.full,
                  options.ignore_index, options.label_smoothing, options.z_loss, options.reduction,
-                 false, options.vocab_size.has_value(), {});
+                 false, options.vocab_size.has_value(), {}, {});
+}
+
+namespace {
+
+nn::VocabColumns columns_of(const Tensor& logits, const ParallelGroup& group,
+                            const SampleOptions& options) {
+  TORCH_CHECK_TYPE(at::isFloatingType(logits.scalar_type()), "logits: dtype ", logits.scalar_type(),
+                   " must be a floating point type");
+  TORCH_CHECK_VALUE(logits.dim() > 0, "logits: a 0-d tensor must have a last dim, the vocabulary");
+  return nn::vocab_columns(logits.size(-1), options.vocab_size, group);
+}
+
+}  // namespace
+
+Tensor vocab_parallel_argmax(const Tensor& logits, const ParallelGroup& group,
+                             const SampleOptions& options) {
+  const auto vocab = columns_of(logits, group, options);
+  return vocab_parallel_argmax(logits, group.name, vocab.start, vocab.local, vocab.full, {});
+}
+
+Tensor vocab_parallel_sample(const Tensor& logits, const ParallelGroup& group,
+                             const SampleOptions& options) {
+  const auto vocab = columns_of(logits, group, options);
+  const double temperature = options.temperature;
+  TORCH_CHECK_VALUE(std::isfinite(temperature) && temperature >= 0, "temperature: ", temperature,
+                    " must be finite and at least 0");
+  TORCH_CHECK_VALUE(!options.top_k || *options.top_k >= 1, "top_k: ", options.top_k.value_or(0),
+                    " must be at least 1");
+  TORCH_CHECK_VALUE(!options.top_p || (*options.top_p > 0 && *options.top_p <= 1),
+                    "top_p: ", options.top_p.value_or(0), " must be in (0, 1]");
+  return vocab_parallel_sample(logits, group.name, vocab.start, vocab.local, vocab.full,
+                               temperature, options.top_k, options.top_p, {});
 }
 
 void manual_seed(int64_t seed) {

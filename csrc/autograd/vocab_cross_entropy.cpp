@@ -105,12 +105,13 @@ Tensor vocab_parallel_cross_entropy(const Tensor& logits, const Tensor& target,
                                     SymInt vocab_local, SymInt vocab_size, int64_t ignore_index,
                                     double label_smoothing, double z_loss,
                                     const std::string& reduction, bool inplace_backward,
-                                    bool vocab_size_given, at::IntArrayRef blocks) {
-  Arguments args{{group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index,
-                  label_smoothing, z_loss, blocks.vec()},
-                 reduction,
-                 inplace_backward,
-                 logits.scalar_type()};
+                                    bool vocab_size_given, at::IntArrayRef blocks, Sizes sizes) {
+  Arguments args{
+      {group, vocab_start, vocab_local, vocab_size, vocab_size_given, ignore_index, label_smoothing,
+       z_loss, blocks.vec(), columns_of_ranks(sizes, vocab_size, group)},
+      reduction,
+      inplace_backward,
+      logits.scalar_type()};
   if constexpr (!kAutocast) return cross_entropy(logits, target, args);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (args.loss_dtype != at::kDouble) args.loss_dtype = at::kFloat;

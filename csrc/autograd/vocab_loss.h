@@ -4,12 +4,17 @@
 
 #pragma once
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/stack.h>
 
+#include <array>
 #include <string>
 #include <tuple>
+#include <vector>
 
+#include "args/vocab_cross_entropy.h"
 #include "autograd/call.h"
 #include "check.h"
 #include "comm/collectives.h"
@@ -17,6 +22,31 @@
 #include "operators.h"
 
 namespace tp_ext {
+
+// The ranks' numbers of columns where the caller gave them; empty: as vocab_columns
+using ColumnsOfRanks = std::vector<int64_t>;
+
+inline ColumnsOfRanks columns_of_ranks(const Sizes& sizes, const SymInt& vocab_size,
+                                       const std::string& group) {
+  ColumnsOfRanks columns;
+  if (sizes.has_value())
+    for (const SymInt& size : split_full(vocab_size, comm::size(group), sizes).sizes)
+      columns.push_back(size.guard_int(__FILE__, __LINE__));
+  return columns;
+}
+
+// What the ranks compare: this one's number of columns, or a number of the list that it was given,
+// which differs from rank to rank where the columns are not those of the list
+inline int64_t compared_width(int64_t width, const ColumnsOfRanks& sizes,
+                              const std::string& group) {
+  constexpr int64_t kFactor = 1000003, kModulus = 2147483647;
+  if (sizes.empty()) return width;
+  const int64_t rank = comm::rank(group);
+  if (sizes[static_cast<size_t>(rank)] != width) return kCeSizes + kModulus + rank;
+  int64_t number = 0;
+  for (const int64_t size : sizes) number = (number * kFactor + size + 1) % kModulus;
+  return kCeSizes + number;
+}
 
 struct VocabLoss {
   std::string group;
@@ -27,6 +57,7 @@ struct VocabLoss {
   // The ranks' numbers of blocks of tp_invariant, each with statistics of its own; empty: one part
   // per rank
   comm::BlocksOfRanks blocks = {};
+  ColumnsOfRanks sizes = {};
 
   void check(const std::string& reduction) const {
     TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum",
@@ -60,8 +91,18 @@ struct VocabLoss {
       }
       return at::stack(parts);
     }
-    return op.call(logits, target, vocab_start, vocab_local, vocab_size, ignore_index,
-                   comm::size(group) > 1, vocab_size_given);
+    const bool compares = comm::size(group) > 1;
+    const Tensor own = op.call(logits, target, vocab_start, vocab_local, vocab_size, ignore_index,
+                               compares && sizes.empty(), vocab_size_given);
+    if (!compares || sizes.empty()) return own;
+    const int64_t width = logits.sym_size(-1).guard_int(__FILE__, __LINE__);
+    std::array<double, 4> numbers{};
+    put_shard_row(numbers.data(),
+                  {compared_width(width, sizes, group), vocab_size.guard_int(__FILE__, __LINE__)});
+    const Tensor shard = at::empty({1, 4}, own.options());
+    for (size_t i = 0; i < numbers.size(); ++i)
+      shard.select(1, static_cast<int64_t>(i)).fill_(numbers[i]);
+    return at::cat({own, shard});
   }
 
   // The loss of each row, and its lse for backward, from the ranks' statistics

@@ -99,6 +99,10 @@ void check_shards(const A* stats, int64_t ranks, int64_t rows) {
     const CeShard shard = shard_of(stats, rows, rank);
     widths.push_back(shard.width), sizes.push_back(shard.vocab_size);
     split.push_back(sizes[0] / ranks + (rank < sizes[0] % ranks));
+    TORCH_CHECK_VALUE(shard.width < kCeSizes,
+                      "sizes: must be the same on all ranks, and each rank must have its number of "
+                      "columns, p = ",
+                      ranks);
   }
   bool given = false, same = true;
   for (int64_t rank = 0; rank < ranks; ++rank) {

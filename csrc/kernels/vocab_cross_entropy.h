@@ -26,6 +26,8 @@ struct CeStats {
 // given differently on some rank is an error on all of them. Each number is split into two halves,
 // which fp32 represents exactly.
 constexpr int64_t kCeHalf = int64_t{1} << 20;
+// Above all numbers of columns; from it on, what stands for the sizes that a rank was given
+constexpr int64_t kCeSizes = int64_t{1} << 39;
 
 struct CeShard {
   int64_t width, vocab_size;

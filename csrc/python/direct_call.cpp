@@ -35,6 +35,8 @@ const std::map<std::string, Make>& table() {
       TP_DIRECT(attention),
       TP_DIRECT(bias_dropout_residual),
       TP_DIRECT(vocab_parallel_embedding),
+      TP_DIRECT(vocab_parallel_argmax),
+      TP_DIRECT(vocab_parallel_sample),
       TP_DIRECT(moe_permute),
       TP_DIRECT(moe_unpermute),
   };

@@ -118,17 +118,17 @@ struct Argument<double> {
   double pass() const { return held; }
 };
 
-template <>
-struct Argument<std::optional<double>> {
-  std::optional<double> held;
+template <typename Number>
+struct Argument<std::optional<Number>> {
+  std::optional<Number> held;
   bool read(PyObject* object) {
     if (object == Py_None) return true;
-    Argument<double> number;
+    Argument<Number> number;
     if (!number.read(object)) return false;
     held = number.held;
     return true;
   }
-  std::optional<double> pass() const { return held; }
+  std::optional<Number> pass() const { return held; }
 };
 
 template <>

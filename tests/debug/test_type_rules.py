@@ -229,6 +229,13 @@ CASES = [
         for how in ("none", "mean")
     ),
     *(
+        Case(operator, {"logits": _x(ROWS, VOCAB), **WORDS, **options}, {"logits": S(1)}, _vocabulary)
+        for operator, options in (
+            ("vocab_parallel_argmax", {}),
+            ("vocab_parallel_sample", {"temperature": 0.0, "top_k": None, "top_p": None}),
+        )
+    ),
+    *(
         Case(
             "linear_cross_entropy",
             {

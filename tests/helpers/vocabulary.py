@@ -52,9 +52,9 @@ def dense(logits, target, *, z_loss=0.0, ignore_index=-100, reduction="mean", la
 
 
 def columns(full, p, rank, width=None):
-    """The rank's columns: sharded like tensor_split, or, given a width, padded with rubbish."""
-    if width is None:
-        return full.split(split_sizes(full.shape[-1], p), -1)[rank].clone()
+    """The rank's columns: sharded like tensor_split, by a list of sizes, or, given a width, padded with rubbish."""
+    if width is None or isinstance(width, list):
+        return full.split(width or split_sizes(full.shape[-1], p), -1)[rank].clone()
     rubbish = torch.full((*full.shape[:-1], p * width - full.shape[-1]), 1e4, dtype=full.dtype)
     return torch.cat([full, rubbish], -1).split(width, -1)[rank].clone()
 
@@ -65,7 +65,8 @@ def run_loss(group, full, target, g, width, options, odd_strides=False):
         local = torch.stack([local, local + 1], -1)[..., 0].transpose(0, 1).contiguous().transpose(0, 1)
     before = local.clone()
     local.requires_grad_()
-    loss = vocab_parallel_cross_entropy(local, target, group, vocab_size=full.shape[-1], **options)
+    sizes = width if isinstance(width, list) else None
+    loss = vocab_parallel_cross_entropy(local, target, group, vocab_size=full.shape[-1], sizes=sizes, **options)
     assert torch.equal(local.detach().nan_to_num(), before.nan_to_num())
     loss.backward(g)
     if not options.get("inplace_backward"):

@@ -43,6 +43,12 @@ def test_a_rank_with_padding_alone():
     assert_dense(4, *make_rows(5), width=4, label_smoothing=0.1)
 
 
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"inplace_backward": True}], ids=str)
+@pytest.mark.parametrize("sizes", [[20, 3], [0, 20, 3], [5, 5, 0, 13]], ids=str)
+def test_sizes_of_the_ranks(sizes, options):
+    assert_dense(len(sizes), *make_rows(23), width=sizes, label_smoothing=0.1, z_loss=1e-2, **options)
+
+
 @pytest.mark.parametrize("rows", [(), (0,), (1,), (2, 0, 3), (2, 1, 3, 2)], ids=str)
 def test_rows_of_any_shape(rows):
     for reduction in ("none", "mean", "sum"):

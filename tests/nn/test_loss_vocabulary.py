@@ -15,11 +15,11 @@ pytestmark = pytest.mark.core
 
 
 def _ask(group, what, width, given, target):
-    """The result of `what` for logits of this rank's width; `given`: each rank's vocab_size."""
+    """The result of `what` for logits of this rank's width; `given`: each rank's vocab_size, or sizes."""
     torch.manual_seed(group.rank())
     rank = group.rank()
     logits = torch.randn(3, width[rank], dtype=torch.float64)
-    options = {"vocab_size": given[rank]}
+    options = {"sizes" if isinstance(given[rank], list) else "vocab_size": given[rank]}
     if what == "loss":
         ids = torch.full((3,), target)
         return tp_ext.vocab_parallel_cross_entropy(logits.requires_grad_(), ids, group, **options)
@@ -54,6 +54,15 @@ MISTAKES = {  # widths, vocab_size of each rank, a target, the message
 def test_an_error_on_every_rank(what, mistake):
     widths, given, target, match = MISTAKES[mistake]
     ranks.run_raises(_ask, 2, ValueError, match, what, widths, given, target, in_turns=False)
+
+
+@pytest.mark.parametrize("what", ["loss", "argmax", "top_k", "top_p"])
+@pytest.mark.parametrize(
+    ("widths", "sizes"), [((20, 20), ([20, 3], [3, 20])), ((9, 9), ([12, 11], [12, 11]))], ids=["differ", "wrong"]
+)
+def test_sizes_that_the_ranks_do_not_have(what, widths, sizes):
+    match = "sizes: must be the same on all ranks, and each rank must have its number of columns, p = 2"
+    ranks.run_raises(_ask, 2, ValueError, match, what, widths, sizes, 3, in_turns=False)
 
 
 def test_a_target_outside_is_an_error_on_every_rank():

@@ -14,7 +14,8 @@ from tp_ext.random import draw_seed
 pytestmark = pytest.mark.core
 
 V = 23
-WIDTHS = {1: (None, 24), 2: (None, 12, 22), 3: (None, 8, 11), 4: (None, 6, 8)}  # the last: a rank of padding alone
+# As tensor_split, of equal width with padding, of sizes; with width 8 one of 4 ranks has padding alone
+WIDTHS = {1: (None, 24), 2: (None, 12, 22, [20, 3]), 3: (None, 8, 11, [0, 20, 3]), 4: (None, 6, 8, [5, 5, 0, 13])}
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPTIONS = {
     "plain": {},
@@ -31,12 +32,19 @@ OPTIONS = {
 
 
 def columns(logits, group, width=None):
-    """This rank's columns: like tensor_split, or of equal width, the rest being padding larger than any logit."""
+    """This rank's columns: like tensor_split, of sizes, or of equal width, the rest being padding larger than any
+    logit."""
     p, rank = (1, 0) if group is None else (group.size(), group.rank())
     if width is None:
         return logits.tensor_split(p, -1)[rank]
+    if isinstance(width, list):
+        return logits.split(width, -1)[rank]
     padding = logits.new_full((*logits.shape[:-1], p * width - logits.shape[-1]), 1e4)
     return torch.cat([logits, padding], -1).split(width, -1)[rank]
+
+
+def vocabulary(width):
+    return {"sizes": width} if isinstance(width, list) else {"vocab_size": V}
 
 
 def ties(dtype, rows=40):
@@ -51,7 +59,7 @@ def ties(dtype, rows=40):
 
 
 def _argmax(group, logits, width):
-    return tp_ext.vocab_parallel_argmax(columns(logits, group, width), group, vocab_size=V)
+    return tp_ext.vocab_parallel_argmax(columns(logits, group, width), group, **vocabulary(width))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -90,7 +98,7 @@ def reference(logits, temperature=1.0, top_k=None, top_p=None):
 def _draw(group, logits, width, options, times=1):
     torch.manual_seed(11)
     own = columns(logits, group, width)
-    drawn = [tp_ext.vocab_parallel_sample(own, group, vocab_size=V, **options) for _ in range(times)]
+    drawn = [tp_ext.vocab_parallel_sample(own, group, **vocabulary(width), **options) for _ in range(times)]
     return torch.stack(drawn), torch.get_rng_state()
 
 

@@ -130,8 +130,10 @@ from tp_ext._ops.vocab import (
     vocab_chunk_weight_grad_,
     vocab_embedding_bwd,
     vocab_embedding_fwd,
+    vocab_parallel_argmax,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
+    vocab_parallel_sample,
 )
 
 # torch's softmax that returns 0, not NaN, for rows of -inf; scaled_dot_product_attention uses it, torch.* has none

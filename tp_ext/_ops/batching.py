@@ -77,6 +77,10 @@ def _refuse_accumulation(*_: Any) -> _Result:
     raise NotImplementedError("tp_ext: gradients of parameters under torch.vmap cannot be added to main_grad")
 
 
+def _refuse_draws(*_: Any) -> _Result:
+    raise NotImplementedError("tp_ext: vocab_parallel_sample under torch.vmap would draw each slice by another seed")
+
+
 for _name in ("copy_to_region", "reduce_from_region"):
     _register_elementwise(_name)
 for _name in ("scatter_to_region", "gather_from_region"):
@@ -87,3 +91,4 @@ for _name in ("copy_replicas_to_region", "reduce_replicas_from_region"):
     _register_copied_rows(_name)
 _register("all_to_all_region", _all_to_all)
 _register("accumulate_grad_into", _refuse_accumulation)
+_register("vocab_parallel_sample", _refuse_draws)

@@ -61,6 +61,7 @@ def vocab_parallel_cross_entropy(
     inplace_backward: bool,
     vocab_size_given: bool = True,
     blocks: Sequence[int] = (),
+    sizes: Sizes = None,
 ) -> Tensor:
     """Returns the cross entropy of the full logits, ``target``'s shape or reduced; arguments as
     :func:`tp_ext.vocab_parallel_cross_entropy`.
@@ -70,9 +71,32 @@ def vocab_parallel_cross_entropy(
         vocab_size_given: whether the user gave it; errors of ranks that disagree name it then.
         blocks: how many of :func:`tp_ext.tp_invariant` each rank has, with statistics of their own; empty: one part
             per rank.
+        sizes: the number of columns of each rank, where they are others than ``torch.tensor_split`` gives, or equal.
 
     Communicates: forward, one all-gather of four numbers a row, with ``blocks`` of each block.
     """
+
+
+@direct_operator
+def vocab_parallel_argmax(
+    logits: Tensor, group: str, vocab_start: int, vocab_local: int, vocab_size: int, sizes: Sizes = None
+) -> Tensor:
+    """Returns :func:`tp_ext.vocab_parallel_argmax` of ``[.., columns]``, columns >= vocab_local."""
+
+
+@direct_operator
+def vocab_parallel_sample(
+    logits: Tensor,
+    group: str,
+    vocab_start: int,
+    vocab_local: int,
+    vocab_size: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    sizes: Sizes = None,
+) -> Tensor:
+    """Returns :func:`tp_ext.vocab_parallel_sample` of ``[.., columns]``, columns >= vocab_local."""
 
 
 @operator

@@ -429,6 +429,13 @@ def vocab_parallel_cross_entropy(*, logits: Tensor, target: Tensor, group: str, 
     return summed(partial(loss, group), group)
 
 
+def _tokens(*, logits: Tensor, group: str) -> Typed:
+    return summed(rules.einsum("...v->...", sharded(logits, group, -1)), group, R)
+
+
+RULES |= dict.fromkeys(("vocab_parallel_argmax", "vocab_parallel_sample"), _tokens)
+
+
 @rule
 def linear_cross_entropy(
     *,

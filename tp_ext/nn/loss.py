@@ -21,7 +21,6 @@ from tp_ext.invariance import (
 from tp_ext.mesh import GRADIENT_REDUCTIONS, DataAxes, data_axes
 from tp_ext.model.layer_shares import FirstCall, layer_shares, need_not_meet
 from tp_ext.model.same_input import DebugMode, check_same_input
-from tp_ext.nn.loss_of_sizes import check_sizes, cross_entropy_of_sizes
 from tp_ext.sharding import split_sizes
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -95,28 +94,22 @@ def vocab_parallel_cross_entropy(
     if DebugMode.on:
         check_same_input("target", target, resolved)
     start, local, full = vocab_columns(logits_local.shape[-1], vocab_size, resolved, sizes=sizes)
-    if sizes is not None and resolved.size > 1:
-        if inplace_backward:
-            raise ValueError("inplace_backward: True must not be given with sizes")
-        options = start, local, full, ignore_index, label_smoothing, z_loss
-        of_call = "sum" if axes.axes else reduction
-        loss = cross_entropy_of_sizes(logits_local, target, resolved.name, sizes, resolved.rank, of_call, options)
-    else:
-        loss = _ops.vocab_parallel_cross_entropy(
-            logits_local,
-            target,
-            resolved.name,
-            start,
-            local,
-            full,
-            ignore_index,
-            label_smoothing,
-            z_loss,
-            "sum" if axes.axes else reduction,
-            inplace_backward,
-            vocab_size is not None or sizes is not None,
-            [] if blocks is None else blocks_of_ranks(blocks, resolved.size),
-        )
+    loss = _ops.vocab_parallel_cross_entropy(
+        logits_local,
+        target,
+        resolved.name,
+        start,
+        local,
+        full,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        "sum" if axes.axes else reduction,
+        inplace_backward,
+        vocab_size is not None or sizes is not None,
+        [] if blocks is None else blocks_of_ranks(blocks, resolved.size),
+        sizes,
+    )
     if not axes.axes:
         return loss
     return global_mean(loss, (target != ignore_index).sum(), axes, gradient_reduction)
@@ -151,6 +144,18 @@ def global_mean(loss: Tensor, rows: Tensor, data: DataAxes, gradient_reduction: 
     return (sums[0] / count).to(loss.dtype) + (weighted - weighted.detach())
 
 
+def _check_sizes(sizes: Sequence[int], p: int, vocab_size: int | None) -> None:
+    """Raises unless sizes are one number of columns for each of p ranks, which make up the vocabulary."""
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise TypeError(f"sizes: {sizes!r} must be a list of integers, one for each rank")
+    for size in sizes:
+        check_int(least=0, sizes=size)
+    if len(sizes) != p:
+        raise ValueError(f"sizes: {list(sizes)} must have one length per rank, p = {p}")
+    if not any(sizes) or vocab_size not in (None, sum(sizes)):
+        raise ValueError(f"sizes: {list(sizes)} must sum to vocab_size = {vocab_size}, at least 1")
+
+
 def vocab_columns(
     width: int,
     vocab_size: int | None,
@@ -170,7 +175,7 @@ def vocab_columns(
     blocks = current_blocks()
     if sizes is not None:
         refuse_in_blocks(blocks, sizes=list(sizes))
-        check_sizes(sizes, p, vocab_size)
+        _check_sizes(sizes, p, vocab_size)
         if p == 1 and width != sizes[0]:
             raise ValueError(f"{name}: {width} {dim} must be those of sizes, {list(sizes)}")
         return sum(sizes[:rank]), min(width, sizes[rank]), sum(sizes)
