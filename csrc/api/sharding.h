@@ -1,4 +1,5 @@
 // How a full tensor is sharded: the rule of tp_ext/sharding.py, for the layers of C++.
+// [Note: the rule of shards in C++]
 
 #pragma once
 
@@ -22,15 +23,15 @@ struct Share {
 int64_t full_size(const Sharding& sharding);
 int64_t local_size(const Sharding& sharding, const ParallelGroup& group);
 // [start, stop) of the rank's share of a part
-std::pair<int64_t, int64_t> span(const Part& part, const ParallelGroup& group);
+TP_EXT_API std::pair<int64_t, int64_t> span(const Part& part, const ParallelGroup& group);
 std::vector<Share> shares(const Sharding& sharding, const ParallelGroup& group);
 
 // The full tensor of the ranks' shards. Communicates: one all-gather
 at::Tensor unshard(const at::Tensor& local, const Sharding& sharding, const ParallelGroup& group);
 
 // The parts of q, and of k and v; raises where heads cannot be shared out
-std::pair<Part, Part> head_parts(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                                 int64_t p);
+TP_EXT_API std::pair<Part, Part> head_parts(int64_t num_heads, int64_t num_kv_heads,
+                                            int64_t head_dim, int64_t p);
 
 // A fresh seed, rank 0's on all ranks of the group, from the default generator of the device
 at::Tensor draw_seed(const at::Device& device, const ParallelGroup& group);
@@ -43,8 +44,8 @@ void initialise(const at::Tensor& local, const ParallelModule::Parameter& parame
 struct VocabColumns {
   int64_t start, local, full;
 };
-VocabColumns vocab_columns(int64_t width, std::optional<int64_t> vocab_size,
-                           const ParallelGroup& group);
+TP_EXT_API VocabColumns vocab_columns(int64_t width, std::optional<int64_t> vocab_size,
+                                      const ParallelGroup& group);
 
 // The lengths of torch.tensor_split
 std::vector<c10::SymInt> split_sizes(int64_t n, int64_t p);

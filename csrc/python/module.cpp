@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "api/sharding.h"
 #include "autograd/blocks.h"
 #include "autograd/weight_gather.h"
 #include "comm/collectives.h"
@@ -84,6 +85,23 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("orthogonalized", &tp_ext::orthogonalized,
         pybind11::call_guard<pybind11::gil_scoped_release>());
+  // For a comparison with Python's: [Note: the rule of shards in C++]
+  m.def("span",
+        [](int64_t size, int64_t unit, int64_t copies, int64_t groups, int64_t rank, int64_t p) {
+          return tp_ext::nn::span({size, unit, copies, groups}, {"", rank, p});
+        });
+  m.def("head_parts", [](int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t p) {
+    const auto [q, kv] = tp_ext::nn::head_parts(num_heads, num_kv_heads, head_dim, p);
+    const auto numbers = [](const tp_ext::Part& part) {
+      return std::array{part.size, part.unit, part.copies, part.groups};
+    };
+    return std::pair{numbers(q), numbers(kv)};
+  });
+  m.def("vocab_columns",
+        [](int64_t width, std::optional<int64_t> vocab_size, int64_t rank, int64_t p) {
+          const auto columns = tp_ext::nn::vocab_columns(width, vocab_size, {"", rank, p});
+          return std::array{columns.start, columns.local, columns.full};
+        });
   tp_ext::simulate::bind(m);
   tp_ext::planner::bind(m);
 }
