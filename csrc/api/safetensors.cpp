@@ -186,10 +186,9 @@ Sources open_sources(const fs::path& path) {
     return sources;
   }
   const MappedFile index(file);
+  const json::Value table = json::parse({index.data(), index.size()});
   std::set<std::string> names;
-  for (const auto& [name, part] :
-       json::parse({index.data(), index.size()}).at("weight_map").members)
-    names.insert(part.string());
+  for (const auto& [name, part] : table.at("weight_map").members) names.insert(part.string());
   for (const auto& name : names) add_file(file.parent_path() / name, sources);
   return sources;
 }
