@@ -37,6 +37,12 @@ int64_t number(const char* name) {
   return value;
 }
 
+int64_t number_or(const char* variable, const char* argument, int64_t value) {
+  TORCH_CHECK_VALUE(value >= -1, argument, ": ", value, " must not be negative, or -1 for ",
+                    variable);
+  return value == -1 ? number(variable) : value;
+}
+
 // The store of the job. It lives until the process ends: other ranks may still use rank 0's server
 StorePtr store_of_job(std::chrono::milliseconds timeout) {
   static std::mutex mutex;
@@ -146,8 +152,8 @@ Group init_group(GroupOptions options) {
 #endif
   TORCH_CHECK_VALUE(backend == "tp_shm" || backend == "gloo" || on_gpu, "backend: '", backend,
                     "' must be ", backends);
-  const int64_t rank = options.rank < 0 ? number("RANK") : options.rank;
-  const int64_t size = options.size < 0 ? number("WORLD_SIZE") : options.size;
+  const int64_t rank = number_or("RANK", "rank", options.rank);
+  const int64_t size = number_or("WORLD_SIZE", "size", options.size);
   TORCH_CHECK_VALUE(rank < size, "rank: ", rank, " must be less than size = ", size);
   TORCH_CHECK_VALUE(options.timeout.count() > 0, "timeout: ", options.timeout.count(),
                     " ms must be positive");

@@ -297,6 +297,7 @@ void check_groups(const tp_ext::Group& first) {
   check_says(error_of([&] { gone->reset_parameters(); }), "must be the name of a process group");
   check_says(error_of([&] { tp_ext::init_group({.backend = "mpi"}); }), "backend: 'mpi' must be");
   check_says(error_of([&] { tp_ext::init_group({.rank = 3, .size = 2}); }), "rank: 3 must be");
+  check_says(error_of([&] { tp_ext::init_group({.size = -3}); }), "size: -3 must not be negative");
   check_says(error_of([&] { tp_ext::group({}); }), "process_group: null");
   const auto wait_for_a_rank_that_never_comes = [&] {
     tp_ext::init_group(
