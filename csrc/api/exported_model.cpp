@@ -10,7 +10,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <sys/utsname.h>
-#include <torch/version.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -72,6 +72,12 @@ std::set<std::string> processor() {
   return features;
 }
 
+// TORCH_VERSION may be another patch than the library that the program has loaded
+std::string running_torch() {
+  const uint64_t version = aoti_torch_abi_version();  // a byte for each number
+  return c10::str(version >> 56, ".", version >> 48 & 255, ".", version >> 40 & 255);
+}
+
 void check_place(const Value& manifest, const Group& group) {
   TORCH_CHECK_VALUE(manifest.at("version").integer() == 1,
                     "folder: its manifest has another version than 1");
@@ -79,7 +85,8 @@ void check_place(const Value& manifest, const Group& group) {
   TORCH_CHECK_VALUE(p == group.size(), "group: ", group.size(), " ranks must be the ", p,
                     " of the export");
   const std::string& version = manifest.at("torch").string();
-  TORCH_CHECK_VALUE(version.substr(0, version.find('+')) == TORCH_VERSION, "torch: ", TORCH_VERSION,
+  const std::string running = running_torch();
+  TORCH_CHECK_VALUE(version.substr(0, version.find('+')) == running, "torch: ", running,
                     " must be the version of the export, ", version);
   const auto here = processor();
   for (const Value& feature : manifest.at("isa").items)
