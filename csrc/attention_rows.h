@@ -1,5 +1,5 @@
-// Loops over the scores of one query, for the attention of tp_ext.tp_invariant
-// (autograd/block_attention.cpp): their bits depend on this query and its keys alone.
+// Loops over the scores of one query: their bits depend on this query and its keys alone, as the
+// attention of tp_ext.tp_invariant (autograd/block_attention.cpp) needs it.
 
 #pragma once
 

@@ -35,6 +35,10 @@ TP_EXT_API bool are_strict();
 // Whether x w^T + b is oneDNN's where a Function computes it
 bool differs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
+// Whether attention of q to k and v, [batch, heads, tokens, width], is faster by tiled_attention.h:
+// torch's has MKL's products
+bool attend(const Tensor& q, const Tensor& k, const Tensor& v);
+
 // The table of this process: "torch" or "onednn", and why
 TP_EXT_API std::string describe();
 

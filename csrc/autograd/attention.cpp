@@ -2,7 +2,8 @@
 // causal. torch's, but on the CPU where a kernel of ours or another of torch's is faster:
 //
 //   few queries, nothing recorded, as in decoding   query_attention.h
-//   half types, few keys                            torch's of fp32 (attention_tile.h)
+//   fp32, where oneDNN multiplies faster            tiled_attention.h
+//   half types, few keys                            that of fp32 (attention_tile.h)
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -13,6 +14,7 @@
 #include "autograd/function.h"
 #include "check.h"
 #include "operators.h"
+#include "products.h"
 #include "query_attention.h"
 
 namespace tp_ext {
@@ -24,8 +26,8 @@ Tile whole(const Tensor& q, const Tensor& k, bool causal) {
   return tile;
 }
 
-// Saves what torch's Function saves, in the half type
-struct HalfAttention : Function<HalfAttention> {
+// Saves what torch's Function saves, in the type of q
+struct TileAttention : Function<TileAttention> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         double scale, bool causal) {
     const Unrecorded unrecorded(q);
@@ -54,11 +56,11 @@ struct HalfAttention : Function<HalfAttention> {
 };
 
 // Shapes as of torch's fused kernels; torch's function says what is wrong with others
-bool in_fp32(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  return computed_in_fp32(q, k) && k.scalar_type() == q.scalar_type() &&
-         v.scalar_type() == q.scalar_type() && k.is_cpu() && v.sizes() == k.sizes() &&
-         k.size(0) == q.size(0) && k.size(3) == q.size(3) && q.numel() > 0 && k.numel() > 0 &&
-         q.size(1) % k.size(1) == 0 && (!causal || q.size(2) == k.size(2));
+bool is_fused(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  return k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() && k.is_cpu() &&
+         v.sizes() == k.sizes() && k.size(0) == q.size(0) && k.size(3) == q.size(3) &&
+         q.numel() > 0 && k.numel() > 0 && q.size(1) % k.size(1) == 0 &&
+         (!causal || q.size(2) == k.size(2));
 }
 
 }  // namespace
@@ -74,11 +76,13 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, std::optiona
   const bool plain = !comm::traced(q) && !at::areAnyTensorSubclassLike({q, k, v}) && q.is_cpu();
   const auto factor = [&] { return scale.value_or(1 / std::sqrt(static_cast<double>(q.size(3)))); };
   // Under autocast torch's function casts
-  const bool recorded = needs_graph(q) || needs_graph(k) || needs_graph(v) ||
-                        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
+  const bool cast = !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCPU);
+  const bool recorded = cast || needs_graph(q) || needs_graph(k) || needs_graph(v);
   if (plain && !causal && !recorded && few_queries(q, k, v))
     return query_attention_cpu(q, k, v, factor());
-  if (plain && in_fp32(q, k, v, causal)) return HalfAttention::apply(q, k, v, factor(), causal);
+  if (plain && is_fused(q, k, v, causal) &&
+      (computed_in_fp32(q, k) || (!cast && !any_tangent(q, k, v) && products::attend(q, k, v))))
+    return TileAttention::apply(q, k, v, factor(), causal);
   const bool grouped = q.sym_size(1) != k.sym_size(1);
   return at::scaled_dot_product_attention(q, k, v, std::nullopt, 0.0, causal, scale, grouped);
 }

@@ -22,6 +22,8 @@
 #include <limits>
 
 #include "operators.h"
+#include "products.h"
+#include "tiled_attention.h"
 
 namespace tp_ext {
 namespace {
@@ -29,18 +31,20 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int64_t kMostKeysInFp32 = 512;
 
-enum class Kernel { flash_cpu, flash, efficient, formula };
+enum class Kernel { tiles_cpu, flash_cpu, flash, efficient, formula };
 
 Operands to(const Operands& operands, at::ScalarType dtype) {
   return {operands.q.to(dtype), operands.k.to(dtype), operands.v.to(dtype)};
 }
 
-// The same choice in forward and backward: it depends on device, dtype and head_dim
-Kernel kernel_of(const Tensor& q, const TileOptions& options) {
+// Any choice on the CPU has the same lse; elsewhere forward and backward choose alike, by device,
+// dtype and head_dim
+Kernel kernel_of(const Operands& operands, const TileOptions& options) {
+  const auto& [q, k, v] = operands;
   if (options.is_explicit()) return Kernel::formula;
   const auto dtype = q.scalar_type();
   const auto head_dim = q.sym_size(3);
-  if (q.device().is_cpu()) return Kernel::flash_cpu;
+  if (q.device().is_cpu()) return products::attend(q, k, v) ? Kernel::tiles_cpu : Kernel::flash_cpu;
   if (!q.device().is_cuda() || dtype == at::kDouble) return Kernel::formula;
   if (dtype != at::kFloat && head_dim % 8 == 0 && head_dim <= 256) return Kernel::flash;
   return head_dim % 8 == 0 ? Kernel::efficient : Kernel::formula;
@@ -222,11 +226,15 @@ Attended tile_forward(const Operands& operands, const Tile& tile, const TileOpti
     const auto [out, lse] = tile_forward(to(operands, at::kFloat), tile, options, length, seed);
     return {out.to(q.scalar_type()), lse};
   }
-  const auto kernel = kernel_of(q, options);
+  const auto kernel = kernel_of(operands, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula)
     return formula_forward(to(operands, sum_dtype(q)), tile, formula_options(tile, options), length,
                            seed);
+  if (kernel == Kernel::tiles_cpu) {
+    const auto [out, lse] = tiled_attention_cpu(q, k, v, options.scale, tile.diagonal);
+    return {out, lse};
+  }
   if (kernel == Kernel::flash || heads == kv_heads)  // it knows grouped heads
     return fused_forward(kernel, q, k, v, tile.diagonal, options.scale);
   if (tile.diagonal)
@@ -242,12 +250,17 @@ Operands tile_backward(const Tensor& dout, const Operands& operands, const Atten
   if (!options.is_explicit() && computed_in_fp32(q, k))
     return tile_backward(dout.to(at::kFloat), to(operands, at::kFloat),
                          {result.out.to(at::kFloat), result.lse}, tile, options, length, seed);
-  const auto kernel = kernel_of(q, options);
+  const auto kernel = kernel_of(operands, options);
   const auto heads = q.sym_size(1), kv_heads = k.sym_size(1);
   if (kernel == Kernel::formula) {
     const auto dtype = sum_dtype(q);
     return formula_backward(dout.to(dtype), to(operands, dtype), {result.out.to(dtype), result.lse},
                             tile, formula_options(tile, options), length, seed);
+  }
+  if (kernel == Kernel::tiles_cpu) {
+    const auto [dq, dk, dv] = tiled_attention_backward_cpu(dout, q, k, v, result.out, result.lse,
+                                                           options.scale, tile.diagonal);
+    return {dq, dk, dv};
   }
   if (kernel == Kernel::flash || heads == kv_heads)
     return fused_backward(kernel, dout, operands, result, tile.diagonal, options.scale);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/multiversion.h"
+#include "cpu/vectors.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define TP_AVX512 __attribute__((flatten, target("arch=x86-64-v4,prefer-vector-width=512")))
@@ -15,7 +16,7 @@ namespace tp_ext::few_rows {
 namespace {
 
 using Vector = float __attribute__((vector_size(64), aligned(4)));
-constexpr int64_t kLanes = 16;
+constexpr int64_t kLanes = tp_ext::kLanes<float>;
 
 // Prefetches the lines of rows x columns elements, row after row, into the second cache, a few at a
 // time between the instructions that compute: in one burst they would wait for each other. An
@@ -47,30 +48,6 @@ class Ahead {
 // The lines to fetch in each of calls
 TP_INLINE int64_t each_of(int64_t lines, int64_t calls) {
   return std::max<int64_t>(1, (lines + calls / 2) / calls);
-}
-
-// Exchanges the lanes whose index has the bit half with those of rows whose index has it
-template <int half>
-TP_INLINE void exchange(Vector (&rows)[kLanes]) {
-  using Indices = int __attribute__((vector_size(64)));
-  Indices low{}, high{};
-  for (int n = 0; n < kLanes; ++n) {
-    low[n] = n & half ? n - half + kLanes : n;
-    high[n] = n & half ? n + kLanes : n + half;
-  }
-  for (int n = 0; n < kLanes; ++n) {
-    if (n & half) continue;
-    const Vector a = rows[n], b = rows[n + half];
-    rows[n] = __builtin_shuffle(a, b, low);
-    rows[n + half] = __builtin_shuffle(a, b, high);
-  }
-}
-
-TP_INLINE void transpose(Vector (&rows)[kLanes]) {
-  exchange<8>(rows);
-  exchange<4>(rows);
-  exchange<2>(rows);
-  exchange<1>(rows);
 }
 
 TP_INLINE Vector& vector_at(float* p) { return *reinterpret_cast<Vector*>(p); }

@@ -1,6 +1,7 @@
 #include "products.h"
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -188,6 +189,16 @@ bool differs(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) 
   if (!is_plain(x, weight, bias) || x.dim() < 2 || weight.dim() != 2) return false;
   const int64_t in = x.size(-1);
   return in > 0 && weight.size(1) == in && is_onednn(x.numel() / in, in, weight.size(0));
+}
+
+bool attend(const Tensor& q, const Tensor& k, const Tensor& v) {
+  constexpr int64_t kFewestTokens = 64;  // a tile; of fewer it is slower
+  if (!is_plain(q, k, v) || v.scalar_type() != at::kFloat || !q.numel() || !k.numel()) return false;
+  if (std::min(q.size(2), k.size(2)) < kFewestTokens) return false;
+  // Its threads share heads of k, torch's in forward queries, too. A user may ask for torch's formula
+  if (q.size(0) * k.size(1) < at::get_num_threads() || !at::globalContext().userEnabledFlashSDP())
+    return false;
+  return is_onednn(q.numel() / q.size(3), q.size(3), k.size(2));
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {

@@ -61,6 +61,31 @@ TP_INLINE HalfVector<double> fold(const HalfVector<double>& a, const HalfVector<
   return __builtin_shuffle(a, b, kEven) + __builtin_shuffle(a, b, kEven + 1);
 }
 
+// Exchanges the lanes whose index has the bit half with those of rows whose index has it
+template <int half>
+TP_INLINE void exchange(Vector<float> (&rows)[kLanes<float>]) {
+  using Indices = VectorOf<int32_t, 64>::type;
+  Indices low{}, high{};
+  for (int n = 0; n < kLanes<float>; ++n) {
+    low[n] = n & half ? n - half + kLanes<float> : n;
+    high[n] = n & half ? n + kLanes<float> : n + half;
+  }
+  for (int n = 0; n < kLanes<float>; ++n) {
+    if (n & half) continue;
+    const Vector<float> a = rows[n], b = rows[n + half];
+    rows[n] = __builtin_shuffle(a, b, low);
+    rows[n + half] = __builtin_shuffle(a, b, high);
+  }
+}
+
+// A square of 16 rows
+TP_INLINE void transpose(Vector<float> (&rows)[kLanes<float>]) {
+  exchange<8>(rows);
+  exchange<4>(rows);
+  exchange<2>(rows);
+  exchange<1>(rows);
+}
+
 // The sum of the lanes of each of four vectors, in the first four lanes
 template <typename A>
 TP_INLINE HalfVector<A> sums_of_lanes(const Vector<A>* x) {

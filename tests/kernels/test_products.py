@@ -1,13 +1,18 @@
 """fp32 products of layers by either of torch's libraries, and the choice between them."""
 
+import functools
 import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tp_ext
 from tests.helpers import ranks, simulated
+from tp_ext import _ops
+from tp_ext.nn.attention.context_attention import context_attention
 
 WIDTH, TOKENS = 256, 96  # products of 6 and more million multiplications
 LIBRARIES = ("torch", "onednn")
@@ -176,3 +181,107 @@ def test_nothing_changes_where_torch_s_products_are_as_fast(tmp_path):
         assert all(map(torch.equal, values, others)) != some
     by_name = _in_process("torch", calls)
     assert all(all(map(torch.equal, values, by_name[case][1])) for case, (_, values) in of_table["torch"].items())
+
+
+def _apart(results, wanted):
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(results, wanted, strict=True))
+
+
+def _attend(attend, leaves, grad):
+    y = attend(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+
+# Batch, heads, kv_heads, queries, keys, width, causal: whole tiles and parts, shared heads, a rectangle
+ATTENTIONS = [
+    (2, 2, 2, 256, 256, 64, True),
+    (1, 6, 2, 331, 331, 40, True),
+    (4, 2, 1, 70, 300, 16, False),
+    (1, 4, 4, 65, 129, 128, False),
+]
+
+
+def attentions():
+    """Returns, for each case in fp32 and bf16, the largest difference from fp64 relative to the largest element, and
+    whether the bits are torch's, and those of two threads."""
+    found = {}
+    for case in ATTENTIONS:
+        batch, heads, kv_heads, queries, keys, width, causal = case
+        torch.manual_seed(0)
+        shapes = [(batch, n, h, width) for h, n in ((heads, queries), (kv_heads, keys), (kv_heads, keys))]
+        exact = [torch.randn(shape, dtype=torch.float64) for shape in (*shapes, shapes[0])]
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = [t.to(dtype) for t in exact]
+            *leaves, grad = [t.transpose(1, 2).requires_grad_() for t in tensors]
+            *leaves64, grad64 = [t.double().transpose(1, 2).requires_grad_() for t in tensors]
+            dense = functools.partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
+            ours = functools.partial(_ops.attention, scale=None, causal=causal)
+            got = _attend(ours, leaves, grad)
+            torch.set_num_threads(2)
+            again = _attend(ours, leaves, grad)
+            torch.set_num_threads(1)
+            alike = [all(map(torch.equal, got, other)) for other in (_attend(dense, leaves, grad), again)]
+            found[case, dtype] = _apart(got, _attend(dense, leaves64, grad64)), *alike
+    return found
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_attention_has_the_values_of_fp64(library):
+    """By oneDNN other bits than torch's, in fp32; in bf16 with at most 512 keys attention is computed in fp32."""
+    for (case, dtype), (error, torchs, again) in _in_process(library, attentions).items():
+        assert error < (3e-6 if dtype == torch.float32 else 2**-7), (case, dtype, error)
+        assert again and (dtype == torch.bfloat16 or torchs == (library == "torch")), (case, dtype)
+
+
+def others():
+    """Returns which calls have other bits than torch's, the error of a second derivative, and the largest difference
+    of a ring of two ranks from fp64."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 16, 2, 256, 64).unbind(0)
+    dense = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    calls = {
+        "plain": (q, k, v),
+        "few": tuple(t[:, :, :63] for t in (q, k, v)),
+        "other numbers": (q, k[:, :, :200], v[:, :, :200]),
+        "double": tuple(t.double() for t in (q, k, v)),
+    }
+    ours = functools.partial(_ops.attention, scale=None, causal=True)
+    different = {name: not torch.equal(ours(*args), dense(*args)) for name, args in calls.items()}
+    calls = {
+        "more threads than heads": lambda f: f(q, k, v),
+        "compiled": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)(q, k, v),
+        "vmap": lambda f: torch.func.vmap(f)(q[None], k[None], v[None]),
+    }
+    q, k, v = (t[:1] for t in (q, k, v))
+    torch.set_num_threads(3)
+    different |= {name: not torch.equal(call(ours), call(dense)) for name, call in calls.items()}
+    torch.set_num_threads(1)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = ours(*leaves)
+    with pytest.raises(NotImplementedError, match="attention has no second derivative"):
+        torch.autograd.grad(y.sum(), leaves, create_graph=True)
+    with sdpa_kernel(SDPBackend.MATH):  # which has one
+        (first,) = torch.autograd.grad(ours(*leaves).sum(), leaves[0], create_graph=True)
+        assert torch.autograd.grad(first.square().sum(), leaves)[1].any()
+    return different, max(simulated.run(_ring_apart, 2))
+
+
+def _ring_apart(group):
+    layout = tp_ext.ContextLayout(batch=1, seq=512, group=group, balance=True)
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 512, heads, 32, dtype=torch.float64) for heads in (4, 2, 2, 4)]
+    *leaves64, grad64 = [t.clone().requires_grad_() for t in whole]
+    *leaves, grad = [layout.shard(t.float(), 1).requires_grad_() for t in whole]
+
+    def dense(*parts):
+        heads = [t.transpose(1, 2) for t in parts]
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    wanted = [layout.shard(t, 1) for t in _attend(dense, leaves64, grad64)]
+    return _apart(_attend(lambda *parts: context_attention(*parts, layout, "ring"), leaves, grad), wanted)
+
+
+@both
+def test_other_attention_is_torchs():
+    different, apart = _in_process("onednn", others)
+    assert [name for name, differs in different.items() if differs] == ["plain"] and apart < 3e-6

@@ -127,6 +127,7 @@ def test_other_queries_are_torchs():
         _ops.attention(few[0], k[0], v[0])
 
 
+@torch.backends.mkldnn.flags(enabled=False)  # kernels/test_products.py tests attention by oneDNN's products
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("keys", "within", "causal", "kv_heads"),
