@@ -272,7 +272,9 @@ def test_plans_are_those_of_each_save(group, tmp_path):
     model, optimizer = build(group)
     fill(model, optimizer, 1)
     small = tp_ext.ColumnParallelLinear(4, 4, group=group)
-    found = []
+    found, exchanges = [], []
+    exchange = plan_exchange.call_and_combine
+    plan_exchange.call_and_combine = lambda *args: exchanges.append(turn) or exchange(*args)
     for turn, args in enumerate([(model,), (small,), (model, optimizer), (model, optimizer), (model,)]):
         extra = {"turn": turn}
         if turn == 4 and group.rank() == 0:
@@ -280,6 +282,11 @@ def test_plans_are_those_of_each_save(group, tmp_path):
         tp_ext.save_checkpoint(path, *args, **extra)
         metadata = tp_ext.CheckpointReader(path).read_metadata()
         found.append((len(metadata.state_dict_metadata), "model.mine" in metadata.state_dict_metadata))
+    assert exchanges == [0, 1, 2, 4]
+    with pytest.raises(TypeError, match="extra"):  # an error of the first rank, before a plan that is the last one
+        tp_ext.save_checkpoint(path, model, extra=object if group.rank() == 0 else 1)
+    tp_ext.save_checkpoint(path, model)
+    assert exchanges == [0, 1, 2, 4, 4, 4]
     if group.rank() == 0:
         with pytest.raises(
             ValueError, match=r"process_group: its ranks hold 384 elements of 'model.0.weight' and must"

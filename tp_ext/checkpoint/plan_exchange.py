@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tp_ext._object_collectives import call_and_combine, is_alive
+from tp_ext._object_collectives import call_and_combine, is_alive, true_on_any_rank
 from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
+from tp_ext.common_generator import device_of
 
 _MAX_KEPT = 100_000  # entries of all ranks, which the first one keeps between saves: 110 MB
 
@@ -31,8 +32,8 @@ def exchange_plans(
     """Calls ``prepare`` on all ranks for their plans; returns the indices of the entries that this rank writes, and on
     the first rank the plan of all.
 
-    Communicates: one gather and one scatter of objects; of the plans of the ranks where it is another one than at the
-    last call.
+    Communicates: one all-reduce of a number; where a plan is another one than at the last call, one gather and one
+    scatter of objects, of such plans.
 
     Raises:
         ValueError: see :class:`GlobalPlan`. Any error of ``prepare``, on every rank.
@@ -44,18 +45,30 @@ def exchange_plans(
     for destroyed in [known for known, agreed in _last.items() if not is_alive(agreed.group)]:
         del _last[destroyed]
     last = _last.pop(name, None)  # put back below if all has gone well: after an error plans are exchanged anew
-    prepared: list[RankPlan] = []
     combined: list[tuple[list[RankPlan], GlobalPlan]] = []
+    plan, failure = None, None
+    try:
+        plan = prepare()
+    except Exception as error:  # of any kind: the other ranks must not wait
+        failure = error
+    changed = last is None or plan != last.own
+    # By the values of all: a rank that exchanges plans while another does not would wait for it
+    if group is None:
+        exchanged = changed or process_group is not None  # which was destroyed: an error below
+    else:
+        exchanged = true_on_any_rank(changed, [group], device_of(group))
+    if not exchanged:
+        assert last is not None
+        _last[name] = last
+        return last.assigned, last.whole
 
     def act() -> RankPlan | None:
-        prepared.append(prepare())
-        return None if last is not None and prepared[0] == last.own else prepared[0]
+        if failure is not None:
+            raise failure
+        return plan if changed else None
 
-    def combine(found: list[RankPlan | None]) -> list[tuple[list[int] | None, bool]]:
+    def combine(found: list[RankPlan | None]) -> list[tuple[list[int], bool]]:
         # None of a rank: its plan is that of the last call, which the first rank has kept
-        if last is not None and last.whole is not None and not any(found):
-            combined.append((last.plans, last.whole))
-            return [(None, True)] * len(found)
         plans = [last.plans[rank] if plan is None and last else plan for rank, plan in enumerate(found)]
         known = [plan for plan in plans if plan is not None]
         combined.append((known, GlobalPlan(known)))
@@ -63,11 +76,9 @@ def exchange_plans(
         return [(indices, kept) for indices in combined[0][1].assigned]
 
     assigned, kept = call_and_combine(process_group, act, combine)
-    if assigned is None:
-        assert last is not None
-        assigned = last.assigned
     plans, whole = combined[0] if combined else ([], None)
     # combine has decided it for all: a rank that kept nothing would send its plan and others not
     if kept:
-        _last[name] = _Agreed(group, prepared[0], assigned, plans, whole)
+        assert plan is not None
+        _last[name] = _Agreed(group, plan, assigned, plans, whole)
     return assigned, whole
