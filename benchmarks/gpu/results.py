@@ -1,15 +1,13 @@
-"""Results of ``benchmarks.gpu.check``: the rows of its benchmarks, the goals, the table and plot of the docs.
+"""Results of ``benchmarks.gpu.check``: the rows of its benchmarks, the goals, the table and the plot.
 
-    python -m benchmarks.gpu.results runs/gpu_check/results.json                             # the table and the goals
-    python -m benchmarks.gpu.results runs/gpu_check/results.json --into benchmarks/results   # and the table of the docs
-
-The second command copies the file there as gpu_check.json, draws gpu_check.png next to it and prints the table of
-docs/reference/performance.md in Markdown.
+python -m benchmarks.gpu.results runs/gpu_check/results.json                             # the table and the goals
+python -m benchmarks.gpu.results runs/gpu_check/results.json --into benchmarks/results   # gpu_check.json and .png
 """
 
 import argparse
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +19,7 @@ from benchmarks.lib.report import draw_bars, print_table
 Row = dict[str, Any]
 FLOATS = {"ours_ms": "ms", "gb_per_s": "gb_per_s", "copy_ms": "copy_ms", "share_of_copy": "share_of_copy"}
 SMALL = 64 << 20  # bytes: below, a kernel's start and end weigh too much for a share of the bandwidth to say anything
-FAMILIES = ("bias_act", "bias_dropout_residual", "gated_act", "norm", "rope", "vocab_cross_entropy", "vocab_embedding")
+FAMILIES = {"bias_act", "bias_dropout_residual", "gated_act", "norm", "rope", "vocab_cross_entropy", "vocab_embedding"}
 LARGE_LOSS = "in place 8192 x 131072 fwd+bwd"
 
 
@@ -45,41 +43,40 @@ def read_rows(folder: Path) -> list[Row]:
     return list(rows.values())
 
 
+def write(path: Path, results: Row) -> None:
+    """Writes the file of results at once, each row and command a line."""
+    lines = {key: json.dumps(value) for key, value in results.items()}
+    lines |= {k: "[\n  " + ",\n  ".join(map(json.dumps, v)) + "\n ]" for k, v in results.items() if isinstance(v, list)}
+    new = path.with_suffix(".new")
+    new.write_text("{\n" + ",\n".join(f' "{key}": {line}' for key, line in lines.items()) + "\n}\n")
+    os.replace(new, path)
+
+
 def goals(rows: Iterable[Row]) -> list[Row]:
     """Every goal with the value reached by the worst of its cases; `met` is None if nothing was measured."""
-    rows = list(rows)
-    result = []
+    rows, result = list(rows), list[Row]()
 
-    def shares(kernel: str, passed: str, residual: bool | None = None) -> list[tuple[float, str]]:
-        return [
-            (row["share_of_copy"], row["case"])
-            for row in rows
-            if (row["kernel"], row["pass"]) == (kernel, passed)
-            and row["share_of_copy"] is not None
-            and row["bytes"] >= SMALL
-            and residual in (None, "residual" in row["case"])
-        ]
+    def goal(name: str, sign: str, target: float, found: list[tuple[float, str]], case: str = "") -> None:
+        value, case = min(found, default=(None, case))
+        met = None if value is None else value >= target if sign == ">=" else value <= target
+        result.append({"goal": name, "target": f"{sign} {target}", "value": value, "case": case, "met": met})
 
-    def at_least(goal: str, target: float, found: list[tuple[float, str]]) -> None:
-        value, case = min(found, default=(None, ""))
-        met = None if value is None else value >= target
-        result.append({"goal": goal, "target": f">= {target}", "value": value, "case": case, "met": met})
+    def shares(name: str, target: float, kernel: str, passed: str, residual: bool | None = None) -> None:
+        of = [row for row in rows if (row["kernel"], row["pass"]) == (kernel, passed) and row["bytes"] >= SMALL]
+        of = [row for row in of if residual in (None, "residual" in row["case"]) and row["share_of_copy"] is not None]
+        goal(f"{name}, share of a copy", ">=", target, [(row["share_of_copy"], row["case"]) for row in of])
 
     moved = {(row["kernel"], row["pass"]) for row in rows if row["bytes"]}  # GEMMs have no bandwidth to reach
-    for kernel in sorted({*FAMILIES, *(kernel for kernel, _ in moved)}):
+    for kernel in sorted(FAMILIES | {kernel for kernel, _ in moved}):
         for passed, words, target in (("fwd", "forward", 0.95), ("bwd", "backward", 0.90)):
             if kernel in FAMILIES or (kernel, passed) in moved:
                 residual = False if (kernel, passed) == ("norm", "bwd") else None
-                at_least(f"{kernel}: {words}, share of a copy", target, shares(kernel, passed, residual))
-    at_least("norm + residual: backward, share of a copy", 0.80, shares("norm", "bwd", True))
-    large = next((row for row in rows if row["case"] == LARGE_LOSS and row["dtype"] == "bfloat16"), None)
-    ms = None if large is None else large["ms"]
-    logits = 8192 * 131072 * 2
-    peak = None if large is None or large["extra_bytes"] is None else 1 + large["extra_bytes"] / logits
-    for goal, target, value in (("ms", 1.66, ms), ("peak memory over the logits", 1.02, peak)):
-        met = None if value is None else value <= target
-        case = f"{LARGE_LOSS}: {goal}"
-        result.append({"goal": case, "target": f"<= {target}", "value": value, "case": LARGE_LOSS, "met": met})
+                shares(f"{kernel}: {words}", target, kernel, passed, residual)
+    shares("norm + residual: backward", 0.80, "norm", "bwd", True)
+    large = [row for row in rows if row["case"] == LARGE_LOSS and row["dtype"] == "bfloat16"]
+    peaks = [1 + row["extra_bytes"] / (8192 * 131072 * 2) for row in large if row["extra_bytes"] is not None]
+    goal(f"{LARGE_LOSS}: ms", "<=", 1.66, [(row["ms"], LARGE_LOSS) for row in large], LARGE_LOSS)
+    goal(f"{LARGE_LOSS}: peak memory over the logits", "<=", 1.02, [(peak, LARGE_LOSS) for peak in peaks], LARGE_LOSS)
     return result
 
 
@@ -93,29 +90,6 @@ def print_report(results: Row) -> None:
         met = {True: "met", False: "NOT met", None: "not measured"}[goal["met"]]
         value = "" if goal["value"] is None else f"{goal['value']:.3f} {goal['target']} ({goal['case']})"
         print(f"{met}: {goal['goal']} {value}".rstrip())
-
-
-def markdown(results: Row) -> str:
-    """The table of docs/reference/performance.md, and the machine: of cases that are measured forward, backward and in
-    both, the last."""
-    both = {(row["kernel"], row["case"].removesuffix("fwd+bwd")) for row in results["rows"] if row["pass"] == "fwd+bwd"}
-    rows = [
-        row
-        for row in results["rows"]
-        if row["pass"] == "fwd+bwd" or (row["kernel"], row["case"].removesuffix(row["pass"])) not in both
-    ]
-    peers = ["torch eager", "torch.compile"]
-    titles = ["kernel", "ms", "of a copy", *(f"{peer}, ms" for peer in peers), "others, ms"]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for row in rows:
-        share = f"{row['share_of_copy']:.0%}" if row["share_of_copy"] else ""
-        cells = [f"{row['kernel']}, {row['case']}", f"{row['ms']:.3f}", share]
-        cells += [f"{row['peers_ms'][peer]:.3f}" if peer in row["peers_ms"] else "" for peer in peers]
-        cells += [", ".join(f"{peer} {ms:.3f}" for peer, ms in row["peers_ms"].items() if peer not in peers)]
-        lines.append(f"| {' | '.join(cells)} |")
-    stamp = f"{results['gpu']}, driver {results['driver']}, CUDA {results['cuda']}, torch {results['torch']}"
-    lines += ["", f"{stamp}, commit {results['commit']}, {results['date'][:10]}: `make gpu-check`."]
-    return "\n".join(lines)
 
 
 def draw(results: Row, path: Path) -> None:
@@ -141,14 +115,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="put the file and its plot there")
     args = parser.parse_args(arguments)
     results = json.loads(args.results.read_text())
-    if not args.into:
-        print_report(results)
-        return
-    if not results["gpu"]:
+    if args.into and not results["gpu"]:
         sys.exit(f"{args.results} is of a dry run without a GPU: it has no figures to show")
-    (args.into / "gpu_check.json").write_text(args.results.read_text())
-    draw(results, args.into / "gpu_check.png")
-    print(markdown(results))
+    print_report(results)
+    if args.into:
+        write(args.into / "gpu_check.json", results)
+        draw(results, args.into / "gpu_check.png")
 
 
 if __name__ == "__main__":
