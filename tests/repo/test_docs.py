@@ -163,7 +163,7 @@ def test_index_leads_to_every_page():
 def test_readme_is_short():
     """Words of the rendered page: links without targets, tables without bars, no marks of headings and blocks."""
     text = re.sub(r"\]\([^)]*\)", "]", PAGES[0].read_text())
-    assert len(re.sub(r"^[`#-]+|\||---", " ", text, flags=re.M).split()) <= 1200
+    assert len(re.sub(r"^[`#-]+|\||---", " ", text, flags=re.M).split()) <= 1100
 
 
 @EVERY
