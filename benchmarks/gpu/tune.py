@@ -15,17 +15,16 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.check import ROOT, begin, options
-from benchmarks.lib.harness import Case, compare, run, torch_peers
+from benchmarks.lib.harness import Case, Forward, compare, passes, run, torch_peers
 from benchmarks.lib.timing import Call
 from tp_ext import _C, _ops
 
@@ -64,53 +63,40 @@ PEER = "torch.compile"  # torch's operators as they are, in a dry run
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Subject:
-    """`make(device, dtype, rows, width)` -> our call, the call of torch's operators, bytes moved."""
+Made = Callable[[str, torch.dtype, int, int], Case]  # of device, dtype, rows, width: a call, and torch's
 
+
+class Subject(NamedTuple):
     family: str
     width: int
     dtype: torch.dtype
     choices: Sequence[Choice]
-    make: Callable[[str, torch.dtype, int, int], tuple[Call, Call, int]]
+    make: Made
 
 
-def norm(
-    centred: bool, backward: bool, device: str, dtype: torch.dtype, rows: int, width: int
-) -> tuple[Call, Call, int]:
+def made(
+    backward: bool, device: str, ours: Forward, eager: Forward, inputs: list[Tensor], grad: Tensor, moved: int
+) -> Case:
+    """Returns the pass of both; `moved`: bytes."""
+    compiled = torch_peers(eager, device).get(PEER, eager)
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    return passes("", ours, {PEER: compiled}, leaves, grad, (moved, moved))[backward]
+
+
+def norm(centred: bool, backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     x, grad = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
-    params = [torch.randn(width, dtype=dtype, device=device).requires_grad_() for _ in range(2 if centred else 1)]
-    inputs = [x.requires_grad_(), *params]
+    params = [torch.randn(width, dtype=dtype, device=device) for _ in range(2 if centred else 1)]
 
     def eager(x: Tensor, *params: Tensor) -> Tensor:
         if centred:
             return F.layer_norm(x, (width,), *params, eps=EPS)
         return F.rms_norm(x, (width,), *params, eps=EPS)
 
-    def backward_of(forward: Callable[..., Tensor]) -> Call:
-        return _BackwardOf(forward, inputs, grad)
-
-    ours, peer = partial(_ops.layer_norm if centred else _ops.rms_norm, eps=EPS), torch_peers(eager, device)
-    compiled = peer.get("torch.compile", eager)
-    if not backward:
-        given = [tensor.detach() for tensor in inputs]
-        return partial(ours, *given), partial(compiled, *given), 2 * x.nbytes
-    return backward_of(ours), backward_of(compiled), 3 * x.nbytes
+    ours = partial(_ops.layer_norm if centred else _ops.rms_norm, eps=EPS)
+    return made(backward, device, ours, eager, [x, *params], grad, (2 + backward) * x.nbytes)
 
 
-class _BackwardOf:
-    """The backward pass of one graph, made at the first call."""
-
-    def __init__(self, forward: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor | None) -> None:
-        self.forward, self.inputs, self.grad, self.y = forward, inputs, grad, None
-
-    def __call__(self) -> object:
-        if self.y is None:
-            self.y = self.forward(*self.inputs)
-        return torch.autograd.grad(self.y, self.inputs, self.grad, retain_graph=True)
-
-
-def cross_entropy(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def cross_entropy(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     logits = torch.randn(rows, width, dtype=dtype, device=device)
     target = torch.randint(width, (rows,), device=device)
 
@@ -121,34 +107,25 @@ def cross_entropy(backward: bool, device: str, dtype: torch.dtype, rows: int, wi
     def eager(x: Tensor) -> Tensor:
         return F.cross_entropy(x, target)
 
-    peer = torch_peers(eager, device).get("torch.compile", eager)
-    if not backward:
-        return partial(ours, logits), partial(peer, logits), logits.nbytes
-    leaf = [logits.requires_grad_()]
-    return _BackwardOf(ours, leaf, None), _BackwardOf(peer, leaf, None), 2 * logits.nbytes
+    return made(backward, device, ours, eager, [logits], logits.new_ones(()), (1 + backward) * logits.nbytes)
 
 
-def columns(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def columns(device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     x, bias = torch.randn(rows, width, dtype=dtype, device=device), torch.randn(width, dtype=dtype, device=device)
 
     def eager(x: Tensor, bias: Tensor) -> Tensor:
         return F.silu(x + bias)
 
-    peer = torch_peers(eager, device).get("torch.compile", eager)
-    return partial(_ops.bias_act, x, bias, "silu"), partial(peer, x, bias), 2 * x.nbytes
+    return made(False, device, partial(_ops.bias_act, activation="silu"), eager, [x, bias], x, 2 * x.nbytes)
 
 
-def flat(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def flat(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     x, grad = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
-    ours, peer = partial(_ops.bias_act, bias=None, activation="silu"), torch_peers(F.silu, device)
-    compiled = peer.get("torch.compile", F.silu)
-    if not backward:
-        return partial(ours, x), partial(compiled, x), 2 * x.nbytes
-    inputs = [x.requires_grad_()]
-    return _BackwardOf(ours, inputs, grad), _BackwardOf(compiled, inputs, grad), 3 * x.nbytes
+    ours = partial(_ops.bias_act, bias=None, activation="silu")
+    return made(backward, device, ours, F.silu, [x], grad, (2 + backward) * x.nbytes)
 
 
-def dropout(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def dropout(backward: bool, device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     x, residual = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
     bias, seed = torch.randn(width, dtype=dtype, device=device), torch.tensor(5, device=device)
 
@@ -158,27 +135,22 @@ def dropout(backward: bool, device: str, dtype: torch.dtype, rows: int, width: i
     def eager(x: Tensor, bias: Tensor) -> Tensor:
         return residual + F.dropout(x + bias, DROPPED)
 
-    peer = torch_peers(eager, device).get("torch.compile", eager)
-    if not backward:
-        return partial(ours, x, bias), partial(peer, x, bias), 3 * x.nbytes
-    inputs = [x.requires_grad_(), bias.requires_grad_()]
-    return _BackwardOf(ours, inputs, residual), _BackwardOf(peer, inputs, residual), 2 * x.nbytes
+    return made(backward, device, ours, eager, [x, bias], residual, (3 - backward) * x.nbytes)
 
 
-def embedding_backward(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def embedding_backward(device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     """Eight tokens an id."""
     vocab = max(1, rows // 8)
-    weight = [torch.randn(vocab, width, dtype=dtype, device=device).requires_grad_()]
+    weight = torch.randn(vocab, width, dtype=dtype, device=device)
     ids, grad = torch.randint(vocab, (rows,), device=device), torch.randn(rows, width, dtype=dtype, device=device)
 
     def ours(weight: Tensor) -> Tensor:
         return _ops.vocab_parallel_embedding(ids, weight, "", 0, vocab, vocab, False, None)
 
-    peer = torch_peers(partial(F.embedding, ids), device).get("torch.compile", partial(F.embedding, ids))
-    return _BackwardOf(ours, weight, grad), _BackwardOf(peer, weight, grad), grad.nbytes + weight[0].nbytes
+    return made(True, device, ours, partial(F.embedding, ids), [weight], grad, grad.nbytes + weight.nbytes)
 
 
-def rope(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def rope(device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     """Heads of 128 features, all of them rotated."""
     head_dim = min(width, 128)
     x = torch.randn(1, rows, width // head_dim, head_dim, dtype=dtype, device=device)
@@ -189,14 +161,10 @@ def rope(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, 
         turned = first * cos[:, None] - second * sin[:, None], second * cos[:, None] + first * sin[:, None]
         return torch.cat(turned, -1).to(x.dtype)
 
-    return (
-        partial(_ops.rope, x, cos, sin),
-        partial(torch_peers(eager, device).get("torch.compile", eager), x),
-        2 * x.nbytes,
-    )
+    return made(False, device, lambda x: _ops.rope(x, cos, sin), eager, [x], x, 2 * x.nbytes)
 
 
-def random_fill(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Call, Call, int]:
+def random_fill(device: str, dtype: torch.dtype, rows: int, width: int) -> Case:
     seed = torch.tensor(5, device=device)
     x, y = (torch.empty(rows, width, dtype=dtype, device=device) for _ in range(2))
     turns = itertools.cycle((x, y))  # the results of a choice and of the rule must not be one tensor
@@ -206,7 +174,7 @@ def random_fill(device: str, dtype: torch.dtype, rows: int, width: int) -> tuple
         _ops.philox_normal_(to, seed, 0.0, 1.0, width, width, 0)
         return to
 
-    return ours, x.normal_, x.nbytes
+    return Case("", ours, {PEER: x.normal_}, bytes_moved=x.nbytes)
 
 
 def subjects() -> Iterator[Subject]:
@@ -252,17 +220,17 @@ def measure(subject: Subject, device: str, size: int, seconds: float, turns: int
     """The median of each choice, of the rule, of the peer and of a copy, in ms."""
     torch.manual_seed(0)
     rows = max(1, size // subject.dtype.itemsize // subject.width)
-    ours, peer, moved = subject.make(device, subject.dtype, rows, subject.width)
-    rule = trying(subject.family, None, ours)
-    calls = {str(choice): trying(subject.family, choice, ours) for choice in subject.choices}
+    own = subject.make(device, subject.dtype, rows, subject.width)
+    rule = trying(subject.family, None, own.ours)
+    calls = {str(choice): trying(subject.family, choice, own.ours) for choice in subject.choices}
     alike = Case(f"{subject.family} {subject.width}", rule, calls)
 
     def check() -> None:
         for choice in calls:
             compare(alike, choice)
 
-    timed = calls | ({PEER: peer} if subject.width in COMPILED else {})
-    case = Case(alike.name, rule, timed, check, moved, None, (rows, subject.width))
+    timed = calls | (dict(own.peers) if subject.width in COMPILED else {})
+    case = Case(alike.name, rule, timed, check, own.bytes_moved, None, (rows, subject.width))
     records = run([case], device, seconds, turns)
     times: dict[str, float] = {str(record["peer"]): record["peer_ms"] for record in records}  # type: ignore[misc]
     first: dict[str, Any] = records[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import tune
+from benchmarks.lib.harness import Case
 from tests.helpers.paths import CSRC
 from tp_ext import _C
 
@@ -114,7 +115,7 @@ def test_a_choice_with_other_results_has_no_entry(table, tmp_path, monkeypatch):
 
     def wrong(device, dtype, rows, width):
         x = torch.ones(rows, width)
-        return (lambda: x * (1 + (tried[-1] == (0, 0, 0, 4096, 0)))), (lambda: x), x.nbytes
+        return Case("", lambda: x * (1 + (tried[-1] == (0, 0, 0, 4096, 0))), {}, bytes_moved=x.nbytes)
 
     made = tune.Subject("columns_fwd", 64, torch.float32, first.choices, wrong)
     monkeypatch.setattr(tune, "subjects", lambda: iter([made]))
