@@ -179,12 +179,11 @@ def measure(case: tuple[bool, int], seconds: float, block: float) -> list[Record
     ]
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        title = f"Llama block, hidden {r['hidden']}, {RANKS} ranks, {r['pinned']}"
-        panels.setdefault(title, {})[str(r["case"])] = r["times_transformers"]
-    report.draw_bars(figure, panels, "times as fast as transformers' own tp_plan, medians", mark=1.0)
+draw = report.bars(
+    f"Llama block, hidden {{hidden}}, {RANKS} ranks, {{pinned}}",
+    "times_transformers",
+    "times as fast as transformers' own tp_plan, medians",
+)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ those until the checkpoint is on disk. Memory is the growth of the largest resid
 of /proc), in MiB, next to the MiB that it writes. Each checkpoint is loaded and compared before any measurement.
 """
 
-import argparse
 import functools
 import os
 import shutil
@@ -110,7 +109,9 @@ def _times(group: Any, subject: str, args: tuple, count: int) -> list[tuple[floa
     return found
 
 
-def measure(p: int, case: str, turns: int, count: int) -> list[Record]:
+def measure(of: tuple[str, int], seconds: float, block: float) -> list[Record]:
+    case, p = of
+    turns, count = (1, 1) if not seconds else (9, 3) if seconds > 20 else (5, 1)
     folder = tempfile.mkdtemp(prefix="bench_checkpoint_")
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in SUBJECTS + RETURNS}
     try:
@@ -126,15 +127,15 @@ def measure(p: int, case: str, turns: int, count: int) -> list[Record]:
     rows: list[Record] = []
     for name, times in found.items():
         returned, done, memory = (statistics.median(values) for values in zip(*times, strict=True))
-        seconds = returned if name in RETURNS else done
+        taken = returned if name in RETURNS else done
         rows.append(
             {
                 "case": name,
                 "parameters": case,
                 "ranks": p,
-                "median_ms": seconds * 1e3,
+                "median_ms": taken * 1e3,
                 "done_ms": done * 1e3,
-                "of torch.save": seconds / base,
+                "of torch.save": taken / base,
                 "memory_MiB": memory,
                 "written_MiB": written,
             }
@@ -142,28 +143,11 @@ def measure(p: int, case: str, turns: int, count: int) -> list[Record]:
     return rows
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"{r['parameters']}, ranks: {r['ranks']}", {})[str(r["case"])] = r["of torch.save"]
-    report.draw_bars(figure, panels, "times of torch.save, medians", mark=1.0)
+draw = report.bars("{parameters}, ranks: {ranks}", "of torch.save", "times of torch.save, medians")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    report.add_options(parser)
-    args = parser.parse_args()
-    turns, count = (1, 1) if args.quick else (9, 3) if args.full else (5, 1)
-    run_stamp = report.stamp("cpu")
-    print(", ".join(f"{key} {value}" for key, value in run_stamp.items()))
-    records: list[Record] = []
-    for case in CASES:
-        for p in (1, 2):
-            rows = measure(p, case, turns, count)
-            report.print_table(rows)
-            records += rows
-    if args.csv:
-        report.write(args.csv, Path(__file__).stem, run_stamp, records, lambda figure: draw(figure, records))
+    report.run(__file__, __doc__, lambda quick: [(case, p) for case in CASES for p in (1, 2)], measure, draw)
 
 
 if __name__ == "__main__":

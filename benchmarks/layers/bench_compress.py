@@ -8,9 +8,7 @@ gradients in fp32. Means are compared with those of fp32 before they are measure
 """
 
 import functools
-import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,28 +79,14 @@ def measure(case: tuple[int, int], seconds: float, block: float) -> list[Record]
     }
     times = interleave.take(subjects, seconds, block)
     layers, features = case
-    rows: list[Record] = []
-    for name, found in times.items():
-        backend = name.partition(", ")[2]
-        median = statistics.median(found)
-        rows.append(
-            {
-                "case": name,
-                "parameters": f"{layers} of {features} x {features}",
-                "MiB": 4 * layers * features**2 / 2**20,
-                "median_ms": median * 1e3,
-                "min_ms": min(found) * 1e3,
-                "of all-reduce": median / statistics.median(times[f"all-reduce, {backend}"]),
-            }
-        )
-    return rows
+    return interleave.rows(
+        times,
+        {"parameters": f"{layers} of {features} x {features}", "MiB": 4 * layers * features**2 / 2**20},
+        lambda of, name: {"of all-reduce": of[name] / of[f"all-reduce, {name.partition(', ')[2]}"]},
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for record in records:
-        panels.setdefault(str(record["parameters"]), {})[str(record["case"])] = record["median_ms"]
-    report.draw_bars(figure, panels, "ms, medians")
+draw = report.bars("{parameters}", "median_ms", "ms, medians", None)
 
 
 def main() -> None:

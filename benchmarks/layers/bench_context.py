@@ -6,9 +6,7 @@ and gradients are compared with dense before any measurement.
 """
 
 import functools
-import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,25 +72,12 @@ def measure(seq: int, seconds: float, block: float) -> list[Record]:
                 name = f"{context}, {'balanced' if balance else 'contiguous'}, {backend}"
                 subjects[name] = interleave.on_ranks(RANKS, on_rank, seq, context, balance, backend)
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "seq": seq,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "speedup": medians["dense, 1 thread"] / medians[name],
-            "steps": len(values),
-        }
-        for name, values in times.items()
-    ]
+    return interleave.rows(times, {"seq": seq}, lambda of, name: {"speedup": of["dense, 1 thread"] / of[name]})
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"attention of {r['seq']} tokens on {RANKS} ranks", {})[str(r["case"])] = r["speedup"]
-    report.draw_bars(figure, panels, "times as fast as dense with 1 thread, medians", mark=1.0)
+draw = report.bars(
+    f"attention of {{seq}} tokens on {RANKS} ranks", "speedup", "times as fast as dense with 1 thread, medians"
+)
 
 
 def main() -> None:

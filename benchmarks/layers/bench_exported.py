@@ -155,11 +155,7 @@ def measure(case: Case, seconds: float, block: float) -> list[Record]:
     ]
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"hidden {r['width']}", {})[str(r["case"])] = r["us_of_token"]
-    report.draw_bars(figure, panels, "microseconds of a token, medians")
+draw = report.bars("hidden {width}", "us_of_token", "microseconds of a token, medians", None)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ and 8 (``--quick``: 8 tokens after 16). "one operator": the sum over the ranks, 
 
 import functools
 import os
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -136,29 +135,20 @@ def measure(case: Case, seconds: float, block: float) -> list[Record]:
             call = interleave.on_ranks(RANKS, ours, backend, one_operator, *shape)
             subjects[f"{RANKS} ranks, {backend}, {name}"] = call
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
     batch, length, count = shape
-    return [
-        {
-            "case": name,
-            "batch": batch,
-            "prompt": length,
-            "tokens": count,
-            "pinned": "pinned" if pinned else "not pinned",
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(times[name]) * 1e3,
-            "tokens_per_s": batch * count / medians[name],
-            "times_transformers": medians["transformers, 1 thread"] / medians[name],
-        }
-        for name in times
-    ]
+    return interleave.rows(
+        times,
+        {"batch": batch, "prompt": length, "tokens": count, "pinned": "pinned" if pinned else "not pinned"},
+        lambda of, name: {
+            "tokens_per_s": batch * count / of[name],
+            "times_transformers": of["transformers, 1 thread"] / of[name],
+        },
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"batch {r['batch']}, {r['pinned']}", {})[str(r["case"])] = r["times_transformers"]
-    report.draw_bars(figure, panels, "times as fast as transformers with one thread, medians", mark=1.0)
+draw = report.bars(
+    "batch {batch}, {pinned}", "times_transformers", "times as fast as transformers with one thread, medians"
+)
 
 
 def main() -> None:

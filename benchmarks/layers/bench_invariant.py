@@ -6,7 +6,6 @@ of output and gradient on the ranks are compared with those of one process, and 
 """
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -71,26 +70,14 @@ def measure(hidden: int, seconds: float, block: float) -> list[Record]:
         for backend in interleave.BACKENDS:
             subjects[f"{name}, {backend}"] = interleave.on_ranks(RANKS, on_rank, hidden, blocks, backend)
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "hidden": hidden,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "ratio": medians[name] / medians["ordinary, " + name.partition(", ")[2]],
-            "steps": len(values),
-        }
-        for name, values in times.items()
-    ]
+    return interleave.rows(
+        times,
+        {"hidden": hidden},
+        lambda of, name: {"ratio": of[name] / of["ordinary, " + name.partition(", ")[2]]},
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for record in records:
-        if "tp_invariant" in str(record["case"]):
-            panels.setdefault(f"hidden {record['hidden']}", {})[str(record["case"])] = record["ratio"]
-    report.draw_bars(figure, panels, "time of a step, as a multiple of the ordinary one's, medians", mark=1.0)
+draw = report.bars("hidden {hidden}", "ratio", "time of a step, as a multiple of the ordinary one's, medians")
 
 
 def main() -> None:

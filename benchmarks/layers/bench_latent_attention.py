@@ -9,9 +9,7 @@ of them for each token. Output, input gradient and all weights' gradients are co
 """
 
 import functools
-import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,26 +142,17 @@ def measure(task: str, seconds: float, block: float) -> list[Record]:
             name = f"{RANKS} ranks, {backend}" + ", sequence parallel" * parallel
             subjects[name] = interleave.on_ranks(RANKS, ours, task, backend, parallel)
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "task": task,
-            "case": name,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "speedup": medians["transformers, 1 thread"] / medians[name],
-            "to_ours": medians["ours, 1 thread"] / medians[name],
-            "steps": len(values),
-        }
-        for name, values in times.items()
-    ]
+    return interleave.rows(
+        times,
+        {"task": task},
+        lambda of, name: {
+            "speedup": of["transformers, 1 thread"] / of[name],
+            "to_ours": of["ours, 1 thread"] / of[name],
+        },
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"latent attention, {r['task']}", {})[str(r["case"])] = r["speedup"]
-    report.draw_bars(figure, panels, "times as fast as transformers with 1 thread, medians", mark=1.0)
+draw = report.bars("latent attention, {task}", "speedup", "times as fast as transformers with 1 thread, medians")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ of the weight's gradient in fp32 is part of that memory.
 
 import functools
 import itertools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -140,30 +139,20 @@ def measure(sizes: tuple[int, int, str, bool], seconds: float, block: float) -> 
         peaks[label] = max(one, other)
         subjects[label] = interleave.on_ranks(RANKS, step_of, name, *case, "tp_shm")
     times = interleave.take(subjects, 0.0, turns=3 if seconds else 1, count=1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "hidden": hidden,
-            "vocab": vocab,
-            "dtype": dtype,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "to_logits": medians[name] / medians["logits, 2 ranks" if "ranks" in name else "logits"],
-            "one_to_this": medians[name.split(",")[0]] / medians[name],
+    return interleave.rows(
+        times,
+        {"hidden": hidden, "vocab": vocab, "dtype": dtype},
+        lambda of, name: {
+            "to_logits": of[name] / of["logits, 2 ranks" if "ranks" in name else "logits"],
+            "one_to_this": of[name.split(",")[0]] / of[name],
             "peak_to_logits": peaks[name],
-            "steps": len(values),
-        }
-        for name, values in times.items()
-    ]
+        },
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panel = f"hidden {r['hidden']}, vocabulary {r['vocab']}, {r['dtype']}"
-        panels.setdefault(panel, {})[str(r["case"])] = r["to_logits"]
-    report.draw_bars(figure, panels, "time to that of ours with all logits, medians", mark=1.0)
+draw = report.bars(
+    "hidden {hidden}, vocabulary {vocab}, {dtype}", "to_logits", "time to that of ours with all logits, medians"
+)
 
 
 def main() -> None:

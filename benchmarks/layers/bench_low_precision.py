@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -93,24 +92,14 @@ def measure(case: tuple[str, int, torch.dtype], seconds: float, block: float) ->
         {name: interleave.here(call, 1, cores) for name, call in subjects(*case).items()}, seconds, block
     )
     kind, tokens, dtype = case
-    of_torch = statistics.median(times["torch"])
-    return [
-        {
-            "case": name,
-            "linear": f"{kind}, {tokens} tokens, {str(dtype).removeprefix('torch.')}",
-            "median_ms": statistics.median(found) * 1e3,
-            "min_ms": min(found) * 1e3,
-            "of torch": statistics.median(found) / of_torch,
-        }
-        for name, found in times.items()
-    ]
+    return interleave.rows(
+        times,
+        {"linear": f"{kind}, {tokens} tokens, {str(dtype).removeprefix('torch.')}"},
+        lambda of, name: {"of torch": of[name] / of["torch"]},
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for record in records:
-        panels.setdefault(str(record["linear"]), {})[str(record["case"])] = record["median_ms"]
-    report.draw_bars(figure, panels, "ms, medians")
+draw = report.bars("{linear}", "median_ms", "ms, medians", None)
 
 
 def cases(quick: bool) -> list[tuple[str, int, torch.dtype]]:

@@ -6,7 +6,6 @@ dense before any measurement.
 """
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -88,26 +87,12 @@ def measure(n: int, seconds: float, block: float) -> list[Record]:
         for algorithm in ("gather", "summa"):
             subjects[f"{algorithm}, {backend}"] = interleave.on_ranks(RANKS, on_rank, n, algorithm, backend)
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "n": n,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "times_dtensor": medians["DTensor, gloo"] / medians[name],
-            "steps": len(values),
-        }
-        for name, values in times.items()
-    ]
+    return interleave.rows(times, {"n": n}, lambda of, name: {"times_dtensor": of["DTensor, gloo"] / of[name]})
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        title = f"product of two [{r['n']}, {r['n']}] on {RANKS} ranks"
-        panels.setdefault(title, {})[str(r["case"])] = r["times_dtensor"]
-    report.draw_bars(figure, panels, "times as fast as DTensor over gloo, medians", mark=1.0)
+draw = report.bars(
+    f"product of two [{{n}}, {{n}}] on {RANKS} ranks", "times_dtensor", "times as fast as DTensor over gloo, medians"
+)
 
 
 def main() -> None:

@@ -131,13 +131,9 @@ def measure(way: tuple[bool, bool], seconds: float, block: float) -> list[Record
     ]
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"MLP on {RANKS} ranks, {r['pinned']}, memory {r['memory']}", {})[str(r["case"])] = r[
-            "speedup"
-        ]
-    report.draw_bars(figure, panels, "times as fast as dense with 1 thread, medians", mark=1.0)
+draw = report.bars(
+    f"MLP on {RANKS} ranks, {{pinned}}, memory {{memory}}", "speedup", "times as fast as dense with 1 thread, medians"
+)
 
 
 def main() -> None:

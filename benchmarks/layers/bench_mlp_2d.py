@@ -15,7 +15,6 @@ of JAX's compiled step on one device, by its ``memory_analysis()``; eager progra
 import functools
 import importlib.util
 import os
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -212,28 +211,20 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
             subjects[case] = interleave.on_ranks(RANKS, on_rank, h, name, backend)
             held[case] = max(ranks.run(kept_on_rank, RANKS, h, name, backend))
     times = interleave.take(subjects, seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "hidden": h,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "times_fsdp2": medians["FSDP2 + DTensor, gloo"] / medians[name],
-            "steps": len(values),
+    return interleave.rows(
+        times,
+        {"hidden": h},
+        lambda of, name: {
+            "times_fsdp2": of["FSDP2 + DTensor, gloo"] / of[name],
             "kept_MiB": held[name] / 2**20,
             "step_MiB": whole[name] / 2**20 if name in whole else None,
-        }
-        for name, values in times.items()
-    ]
+        },
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        title = f"MLP of {r['hidden']} features on {RANKS} ranks"
-        panels.setdefault(title, {})[str(r["case"])] = r["times_fsdp2"]
-    report.draw_bars(figure, panels, "times as fast as FSDP2 + DTensor over gloo, medians", mark=1.0)
+draw = report.bars(
+    f"MLP of {{hidden}} features on {RANKS} ranks", "times_fsdp2", "times as fast as FSDP2 + DTensor over gloo, medians"
+)
 
 
 def main() -> None:

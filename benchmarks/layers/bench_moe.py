@@ -9,7 +9,6 @@ the loop with one thread.
 """
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -156,23 +155,17 @@ def measure(case: str, seconds: float, block: float) -> list[Record]:
     cores = interleave.cores()
     interleave.pin_ranks(RANKS, cores, len(cores) >= RANKS)
     times = interleave.take(subjects(cores), seconds, block, turns=3 if seconds else 1)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(times[name]) * 1e3,
-            "speedup": medians["loop, 1 thread"] / medians[name],
-            "over_ours_alone": medians["ours, 1 thread"] / medians[name],
-            "steps": len(times[name]),
-        }
-        for name in times
-    ]
+    return interleave.rows(
+        times,
+        {},
+        lambda of, name: {
+            "speedup": of["loop, 1 thread"] / of[name],
+            "over_ours_alone": of["ours, 1 thread"] / of[name],
+        },
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    speedups = {str(r["case"]): r["speedup"] for r in records}
-    report.draw_bars(figure, {f"mixture of experts, {RANKS} ranks": speedups}, "times as fast as the loop", mark=1.0)
+draw = report.bars(f"mixture of experts, {RANKS} ranks", "speedup", "times as fast as the loop")
 
 
 def main() -> None:

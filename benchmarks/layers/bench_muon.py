@@ -125,26 +125,17 @@ def measure(h: int, seconds: float, block: float) -> list[Record]:
         for name, case in cases.items():
             one_process = cpu_seconds(None, h, case[1], "", "auto")
             processor.setdefault(name, []).append(max(ranks.run(cpu_seconds, RANKS, *case)) / one_process)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return [
-        {
-            "case": name,
-            "hidden": h,
-            "median_ms": medians[name] * 1e3,
-            "min_ms": min(values) * 1e3,
-            "to_one": medians[name] / medians[base[name]],
+    return interleave.rows(
+        times,
+        {"hidden": h},
+        lambda of, name: {
+            "to_one": of[name] / of[base[name]],
             "cpu_to_one": statistics.median(processor[name]) if name in processor else None,
-            "steps": len(values),
-        }
-        for name, values in times.items()
-    ]
+        },
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"{BLOCKS} blocks of {r['hidden']} features", {})[str(r["case"])] = r["to_one"]
-    report.draw_bars(figure, panels, "time to that of ours in one process, medians", mark=1.0)
+draw = report.bars(f"{BLOCKS} blocks of {{hidden}} features", "to_one", "time to that of ours in one process, medians")
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ the folder for temporary ones. All keep the memory of freed tensors (``keep_memo
 """
 
 import functools
-import statistics
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -124,31 +123,15 @@ def measure(case: tuple[int, int, str], seconds: float, block: float) -> list[Re
         subjects = {name: interleave.on_ranks(2, on_rank, name, *case, folder) for name in SUBJECTS}
         times = interleave.take(subjects, seconds, block)
     layers, features, to = case
-    moved = 4 * layers * features**2 / 2 / 2**20
-    rows: list[Record] = []
-    for name, found in times.items():
-        over = name.partition(", ")[2]
-        floor = statistics.median(times[f"with copies, {over or 'tp_shm'}"])
-        median = statistics.median(found)
-        rows.append(
-            {
-                "case": name,
-                "target": to,
-                "parameters": f"{layers} of {features} x {features}",
-                "MiB": moved,
-                "median_ms": median * 1e3,
-                "min_ms": min(found) * 1e3,
-                "of with copies": median / floor,
-            }
-        )
-    return rows
+    parameters, moved = f"{layers} of {features} x {features}", 4 * layers * features**2 / 2 / 2**20
+    return interleave.rows(
+        times,
+        {"target": to, "parameters": parameters, "MiB": moved},
+        lambda of, name: {"of with copies": of[name] / of[f"with copies, {name.partition(', ')[2] or 'tp_shm'}"]},
+    )
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"{r['parameters']}, {r['target']}", {})[str(r["case"])] = r["median_ms"]
-    report.draw_bars(figure, panels, "ms, medians")
+draw = report.bars("{parameters}, {target}", "median_ms", "ms, medians", None)
 
 
 def main() -> None:

@@ -94,8 +94,7 @@ def measure(case: Case, seconds: float, block: float) -> list[Record]:
     return rows
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    report.draw_bars(figure, {"step": {str(row["case"]): row["median_ms"] for row in records}}, "ms, medians")
+draw = report.bars("step", "median_ms", "ms, medians", None)
 
 
 def main() -> None:

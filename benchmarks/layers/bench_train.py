@@ -197,13 +197,9 @@ def measure_precisions(sizes: Sizes, rounds: int, steps: int) -> list[Record]:
     ]
 
 
-def draw(figure: Any, records: list[Record]) -> None:
-    panels: dict[str, dict[str, Any]] = {}
-    for r in records:
-        panels.setdefault(f"GPT on {RANKS} ranks, {r['pinned']}, memory {r['memory']}", {})[str(r["case"])] = r[
-            "tokens_per_s"
-        ]
-    report.draw_bars(figure, panels, "tokens a second, median")
+draw = report.bars(
+    f"GPT on {RANKS} ranks, {{pinned}}, memory {{memory}}", "tokens_per_s", "tokens a second, median", None
+)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ consecutive calls; the time of a call on several ranks is that of the slowest ra
 
 import functools
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tp_ext
+from benchmarks.lib.report import Record
 from tests.helpers import megatron_on_cpu, ranks  # noqa: F401, for the peers
 
 BACKENDS = ("gloo", "tp_shm")
@@ -130,3 +132,19 @@ def take(
             times[name] += subjects[name](counts[name])
         turn += 1
     return times
+
+
+def rows(
+    times: Mapping[str, list[float]],
+    columns: Mapping[str, object],
+    more: Callable[[Mapping[str, float], str], Mapping[str, object]],
+) -> list[Record]:
+    """Returns a record for each subject: these columns, its median and least time, what ``more`` says of all medians
+    and its name, and the number of its calls.
+    """
+    of = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        {"case": name, **columns, "median_ms": of[name] * 1e3, "min_ms": min(values) * 1e3}
+        | {**more(of, name), "steps": len(values)}
+        for name, values in times.items()
+    ]

@@ -168,3 +168,15 @@ def draw_bars(figure: Any, panels: Mapping[str, Mapping[str, float]], unit: str,
         axes.tick_params(labelsize=8)
         if mark is not None:
             axes.axvline(mark, color="black", linewidth=0.8)
+
+
+def bars(title: str, value: str, unit: str, mark: float | None = 1.0) -> Callable[[Any, Sequence[Record]], None]:
+    """Returns what draws records: a panel for each title, which names columns in braces, with a bar for each case."""
+
+    def draw(figure: Any, records: Sequence[Record]) -> None:
+        panels: dict[str, dict[str, Any]] = {}
+        for record in records:
+            panels.setdefault(title.format(**record), {})[str(record["case"])] = record[value]
+        draw_bars(figure, panels, unit, mark)
+
+    return draw

@@ -18,7 +18,7 @@ FILE = re.compile(
 )
 # Names of a reader's own files, of generated ones, of other projects, and of examples
 OTHERS = {
-    "mine.py", "overlap.png", "step.png", "layer.png", "loss.png", "timeline.png", "fcntl.h", "fs.h", "math.h",
+    "mine.py", "step.png", "layer.png", "loss.png", "timeline.png", "fcntl.h", "fs.h", "math.h",
     "propagation.md", "base.h", "x.py", "test_x.py", "test_x_more.py",
     "main.cpp",
 }  # fmt: skip
