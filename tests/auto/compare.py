@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -238,18 +239,24 @@ def table(results: dict[str, list[Result]], ranks: list[int], exact: dict[int, i
         "losses, gradients and parameters within 1e-9. *Sharded* is the share of all bytes of parameters;",
         f"*collectives* are those of forward and backward at p = {ranks[0]}.",
         "",
-        "| architecture | "
-        + " | ".join(f"p = {p}" for p in ranks)
-        + " | sharded | collectives | integers set | largest weight left whole |",
-        "|---|" + "---|" * (len(ranks) + 4),
     ]
+    whole, rows = [], []
     for name, found in sorted(results.items()):
         first = found[0]
-        states = " | ".join(one.status.partition(":")[0] for one in found)
+        states = [one.status.partition(":")[0] for one in found]
         why = next((one.refused or one.whole or (one.where if one.error > EXACT else "") for one in found), "")
         why = why.replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
-        cells = f"{first.cut:.0%} | {first.forward} + {first.backward} | {first.patched} | {why}"
-        lines.append(f"| {name} | {states} | {cells} |")
+        cells = [f"{first.cut:.0%}", f"{first.forward} + {first.backward}"]
+        if {*states} == {"works"} and not first.patched and not why:
+            whole.append(f"`{name}` {' '.join(cells)}".replace(" ", "\N{NO-BREAK SPACE}"))
+        else:
+            rows.append(f"| {' | '.join([name, *states, *cells, first.patched, why])} |")
+    if whole:
+        text = f"These {len(whole)} work as they are, with no large weight left whole (sharded, collectives): "
+        lines += [*textwrap.wrap(text + ", ".join(whole) + ".", 130, break_on_hyphens=False), ""]
+    titles = [f"p = {p}" for p in ranks]
+    titles = ["architecture", *titles, "sharded", "collectives", "integers set", "largest weight left whole"]
+    lines += [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *rows]
     return "\n".join(lines) + "\n"
 
 
