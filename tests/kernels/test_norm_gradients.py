@@ -6,33 +6,12 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.norms import EPS, KINDS, fused, inputs, plain
 from tp_ext import _ops
 
 pytestmark = pytest.mark.core
-
-EPS = 1e-5
-KINDS = ["rms", "layer"]
-
-
-def plain(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return _ops.rms_norm(x, weight, EPS) if kind == "rms" else _ops.layer_norm(x, weight, bias, EPS)
-
-
-def fused(kind: str, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    if kind == "rms":
-        return _ops.rms_norm_residual(x, residual, weight, EPS)
-    return _ops.layer_norm_residual(x, residual, weight, bias, EPS)
-
-
-def inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor | None]:
-    torch.manual_seed(0)
-    x, residual = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
-    weight, bias = (torch.randn(shape[-1], dtype=torch.float64) for _ in range(2))
-    tensors = (x, residual, weight, bias if kind == "layer" else None)
-    return [t if t is None else t.to(device, dtype).requires_grad_() for t in tensors]
 
 
 class Masks(TorchDispatchMode):
@@ -131,14 +110,3 @@ def test_the_sum_must_not_be_changed_in_place(kind: str, device: torch.device) -
     total.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_backward_twice_and_in_parts(kind: str, device: torch.device) -> None:
-    leaves = [t for t in inputs(kind, (6, 40), torch.float32, device) if t is not None]
-    outputs = fused(kind, *[*leaves, None][:4])
-    dys = [torch.randn(6, 40, device=device) for _ in range(2)]
-    whole = torch.autograd.grad(outputs, leaves, dys, retain_graph=True)
-    for leaf, expected in zip(leaves, whole, strict=True):
-        assert torch.equal(torch.autograd.grad(outputs, leaf, dys, retain_graph=True)[0], expected)
-    assert torch.equal(outputs[1], leaves[0] + leaves[1])
