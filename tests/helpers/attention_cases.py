@@ -77,7 +77,8 @@ def call(module, x_full, lengths, how):
     return module(x, **options), x
 
 
-def _run(group, options, state, x, g, lengths, how, sp):
+def layer_step(group, make, options, state, x, g, lengths, how, sp):
+    """On one rank: output and gradients of the layer that ``make`` builds with the weights of ``state``."""
     module = make(options, group, sequence_parallel=sp)
     tp_ext.load_full_state_dict(module, state, group=group)
     y, x = call(module, x, lengths, how)
@@ -86,21 +87,31 @@ def _run(group, options, state, x, g, lengths, how, sp):
     return y.flatten(0, -2), x.grad.flatten(0, -2), local_grads(module), dict(tp_ext.shardings(module))
 
 
-def _dense(options, state, x, g, lengths):
-    """Output and gradients of the reference: y, dx, {name: gradient}."""
-    x, state = x.double().requires_grad_(), {k: v.double().requires_grad_() for k, v in state.items()}
-    y = oracle.attention(x, state, lengths, **{k: v for k, v in options.items() if k in KNOWN})
-    y.backward(g.double())
-    return y, x.grad, {k: v.grad for k, v in state.items()}
-
-
-def _whole(results, sp):
-    """From what `_run` returned on each rank: y, dx, {name: gradient}, all full."""
+def whole(results, sp):
+    """From what `layer_step` returned on each rank: {"y", "dx", names of parameters: gradients}, full."""
     ys, dxs, grads, tables = zip(*results, strict=True)
     if not sp:
         assert all(torch.equal(y, ys[0]) and torch.equal(dx, dxs[0]) for y, dx in zip(ys, dxs, strict=True))
     y, dx = (torch.cat(ts) if sp else ts[0] for ts in (ys, dxs))
-    return y, dx, gathered(grads, tables[0])
+    return {"y": y, "dx": dx} | gathered(grads, tables[0])
+
+
+def dense(reference, known, state, x, g, lengths):
+    """Output and gradients of the reference in fp64, as :func:`whole` names them."""
+    leaf = x.double().clone().requires_grad_()
+    state = {name: t.double().clone().requires_grad_() for name, t in state.items()}
+    y = reference(leaf, state, lengths, **known)
+    y.backward(g.double())
+    return {"y": y.detach(), "dx": leaf.grad} | {name: t.grad for name, t in state.items()}
+
+
+def assert_near(got, want, relative=1e-12, dtype=torch.float64):
+    """Each tensor of ``dtype`` and within ``relative`` of the largest element."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].dtype == dtype and got[name].shape == value.shape
+        error, scale = (got[name].double() - value).abs().max(), value.abs().max()
+        assert error <= relative * scale, f"{name}: {error:.3g} of {scale:.3g}"
 
 
 def assert_dense(p, options, lengths, how, sp, relative=1e-10, dtype=torch.float64):
@@ -108,11 +119,6 @@ def assert_dense(p, options, lengths, how, sp, relative=1e-10, dtype=torch.float
     options = options | {"dtype": dtype}
     state = oracle.random_state(make(options))
     x, g = (torch.randn(sum(lengths), options.get("hidden_size", HIDDEN), dtype=dtype) for _ in range(2))
-    got = _whole(ranks.run(_run, p, options, state, x, g, lengths, how, sp), sp)
-    want = _dense(options, state, x, g, lengths)
-    assert got[2].keys() == want[2].keys()
-    pairs = [("y", got[0], want[0]), ("dx", got[1], want[1])] + [(k, got[2][k], want[2][k]) for k in want[2]]
-    for name, a, b in pairs:
-        assert a.dtype == dtype and a.shape == b.shape
-        error, scale = (a.double() - b).abs().max(), b.abs().max()
-        assert error <= relative * scale, f"{name}: {error:.3g} of {scale:.3g}"
+    got = whole(ranks.run(layer_step, p, make, options, state, x, g, lengths, how, sp), sp)
+    known = {k: v for k, v in options.items() if k in KNOWN}
+    assert_near(got, dense(oracle.attention, known, state, x, g, lengths), relative, dtype)

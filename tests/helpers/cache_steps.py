@@ -5,6 +5,11 @@ import torch
 import tp_ext
 
 
+def loaded(module, state):
+    tp_ext.load_full_state_dict(module, state)
+    return module.eval()
+
+
 def step(module, x, cache):
     """y of x [batch, n, hidden], under sequence parallelism with every rank's tokens put together again."""
     _, p, rank = module.tp_group

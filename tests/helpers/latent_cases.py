@@ -5,10 +5,8 @@ import math
 import torch
 from torch.nn import functional as F
 
-import tp_ext
-from tests.helpers import oracle, ranks
-from tests.helpers.attention_cases import PACKED, call
-from tests.helpers.oracle import gathered, local_grads
+from tests.helpers import attention_cases, oracle, ranks
+from tests.helpers.attention_cases import PACKED, assert_near, layer_step, whole
 from tp_ext import ParallelLatentAttention, RotaryEmbedding
 
 HIDDEN = 10
@@ -93,45 +91,14 @@ def known(options):
     return {name: value for name, value in options.items() if name in names}
 
 
-def layer_step(group, options, state, x, g, lengths, how, sp):
-    """On one rank: output and gradients of the layer with the weights of ``state``."""
-    module = make(options, group, sequence_parallel=sp)
-    tp_ext.load_full_state_dict(module, state, group=group)
-    y, x = call(module, x, lengths, how)
-    own = g.tensor_split(group.size())[group.rank()] if sp else g
-    y.backward(own.view(y.shape))
-    return y.flatten(0, -2), x.grad.flatten(0, -2), local_grads(module), dict(tp_ext.shardings(module))
-
-
-def whole(results, sp):
-    """From what `layer_step` returned on each rank: {"y", "dx", names of parameters: gradients}, full."""
-    ys, dxs, grads, tables = zip(*results, strict=True)
-    if not sp:
-        assert all(torch.equal(y, ys[0]) and torch.equal(dx, dxs[0]) for y, dx in zip(ys, dxs, strict=True))
-    y, dx = (torch.cat(ts) if sp else ts[0] for ts in (ys, dxs))
-    return {"y": y, "dx": dx} | gathered(grads, tables[0])
-
-
-def assert_near(got, want, relative=1e-12):
-    """Each tensor within ``relative`` of the largest element."""
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert got[name].shape == value.shape
-        error, scale = (got[name] - value).abs().max(), value.abs().max()
-        assert error <= relative * scale, f"{name}: {error:.3g} of {scale:.3g}"
-
-
-def dense(options, state, x, g, lengths):
-    """Output and gradients of the reference, as :func:`whole` names them."""
-    leaf, state = x.clone().requires_grad_(), {name: t.clone().requires_grad_() for name, t in state.items()}
-    y = reference(leaf, state, lengths, **known(options))
-    y.backward(g)
-    return {"y": y.detach(), "dx": leaf.grad} | {name: t.grad for name, t in state.items()}
+def dense(options, *call):
+    """Output and gradients of the reference."""
+    return attention_cases.dense(reference, known(options), *call)
 
 
 def assert_dense(p, options, lengths, how, sp):
     """On p ranks output and all gradients are the reference's."""
     state = oracle.random_state(make(options))
     x, g = torch.randn(2, sum(lengths), HIDDEN, dtype=torch.float64)
-    got = whole(ranks.run(layer_step, p, options, state, x, g, lengths, how, sp), sp)
+    got = whole(ranks.run(layer_step, p, make, options, state, x, g, lengths, how, sp), sp)
     assert_near(got, dense(options, state, x, g, lengths))

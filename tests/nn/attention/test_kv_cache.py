@@ -11,7 +11,7 @@ import torch
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, fits, make
-from tests.helpers.cache_steps import in_steps, left_padded
+from tests.helpers.cache_steps import in_steps, left_padded, loaded
 
 pytestmark = pytest.mark.core
 
@@ -38,14 +38,8 @@ def dense(options, state, x, attn_mask=None):
     return y.view(x.shape)
 
 
-def loaded(group, options, state, **more):
-    module = make(options, group, **more)
-    tp_ext.load_full_state_dict(module, state, group=group)
-    return module.eval()
-
-
 def _splits(group, options, state, x, splits, static, sp=False):
-    module = loaded(group, options, state, sequence_parallel=sp)
+    module = loaded(make(options, group, sequence_parallel=sp), state)
     cache = module.new_cache(len(x), SEQ, static=static)
     with torch.inference_mode():
         return [in_steps(module, x, cache.reset(), split) for split in splits]
@@ -80,7 +74,7 @@ def test_sequence_parallel_also_with_fewer_tokens_than_ranks(p, static):
 
 
 def _padded(group, options, state, texts, static):
-    return left_padded(loaded(group, options, state), texts, static)
+    return left_padded(loaded(make(options, group), state), texts, static)
 
 
 @pytest.mark.thinned
@@ -101,7 +95,7 @@ def test_left_padded_prompts_come_out_as_they_would_alone(name, p, static):
 @pytest.mark.parametrize("given", [torch.tensor, list, tuple])
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
 def test_truncate_forgets_and_reorder_shuffles(static, given):
-    module = loaded(None, CASES["all"], oracle.random_state(make(CASES["all"])))
+    module = loaded(make(CASES["all"]), oracle.random_state(make(CASES["all"])))
     x = torch.randn(3, SEQ, HIDDEN, dtype=torch.float64)
     order = torch.tensor([2, 0, 0])
     cache = module.new_cache(3, SEQ, static=static).reset(padding=given([0, 1, 2]))
@@ -126,7 +120,7 @@ def test_positions_are_counted_from_the_end_of_the_padding(static):
 
 
 def test_switching_to_static_after_the_prefill_keeps_the_text():
-    module = loaded(None, CASES["all"], oracle.random_state(make(CASES["all"])))
+    module = loaded(make(CASES["all"]), oracle.random_state(make(CASES["all"])))
     x = torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
     cache = module.new_cache(2, SEQ)
     with torch.no_grad():
@@ -140,7 +134,7 @@ def test_switching_to_static_after_the_prefill_keeps_the_text():
 
 
 def test_a_nan_of_the_last_text_does_not_get_through_the_mask():
-    module = loaded(None, CASES["mha"], oracle.random_state(make(CASES["mha"])))
+    module = loaded(make(CASES["mha"]), oracle.random_state(make(CASES["mha"])))
     x = torch.randn(1, 3, HIDDEN, dtype=torch.float64)
     cache = module.new_cache(1, 3, static=True)
     with torch.no_grad():

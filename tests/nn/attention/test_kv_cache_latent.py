@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tp_ext
 from tests.helpers import oracle, ranks
-from tests.helpers.cache_steps import in_steps, left_padded
-from tests.helpers.latent_cases import CASES, HIDDEN, SIZES, assert_near, known, make, reference
+from tests.helpers.attention_cases import assert_near
+from tests.helpers.cache_steps import in_steps, left_padded, loaded
+from tests.helpers.latent_cases import CASES, HIDDEN, SIZES, known, make, reference
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
@@ -33,14 +34,8 @@ def close(got, want):
     assert_near({"y": got}, {"y": want})
 
 
-def loaded(group, options, state, **more):
-    module = make(options, group, **more)
-    tp_ext.load_full_state_dict(module, state, group=group)
-    return module.eval()
-
-
 def _splits(group, options, state, x, splits, static, sp=False):
-    module = loaded(group, options, state, sequence_parallel=sp)
+    module = loaded(make(options, group, sequence_parallel=sp), state)
     cache = module.new_cache(len(x), SEQ, static=static)
     with torch.inference_mode():
         return [in_steps(module, x, cache.reset(), split) for split in splits], cache.latent.clone()
@@ -70,7 +65,7 @@ def test_every_split_of_the_text_gives_the_full_forward(name, p, sp, static):
 def test_left_padded_prompts_come_out_as_they_would_alone(group, options, static):
     state = oracle.random_state(make(options))
     texts = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in (7, 3, 5)]
-    got = left_padded(loaded(group, options, state), texts, static)
+    got = left_padded(loaded(make(options, group), state), texts, static)
     for y, text in zip(got, texts, strict=True):
         close(y, dense(options, state, text[None])[0])
 
@@ -79,7 +74,7 @@ def test_left_padded_prompts_come_out_as_they_would_alone(group, options, static
 def test_a_mask_over_the_cache(options):
     state = oracle.random_state(make(options))
     x, mask = torch.randn(2, SEQ, HIDDEN, dtype=torch.float64), torch.randn(4, SEQ, SEQ, dtype=torch.float64)
-    module, ys = loaded(None, options, state), []
+    module, ys = loaded(make(options), state), []
     cache = module.new_cache(2, SEQ)
     with torch.no_grad():
         for first, last in ((0, 2), (2, 3), (3, 6)):
@@ -89,7 +84,7 @@ def test_a_mask_over_the_cache(options):
 
 def test_truncate_forgets_and_reorder_shuffles():
     state, x = oracle.random_state(make(CASES["v3"])), torch.randn(3, SEQ, HIDDEN, dtype=torch.float64)
-    module, order = loaded(None, CASES["v3"], state), torch.tensor([2, 0, 0])
+    module, order = loaded(make(CASES["v3"]), state), torch.tensor([2, 0, 0])
     cache = module.new_cache(3, SEQ)
     with torch.inference_mode():
         module(x[:, :4], cache=cache)
@@ -118,7 +113,7 @@ def test_a_token_in_the_cache_costs_a_dot_product_of_its_width_per_head():
 def test_a_decode_step_is_compiled_once_for_all_positions(group):
     state, x = oracle.random_state(make(CASES["yarn"])), torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
     torch._dynamo.reset()
-    module, graphs = loaded(group, CASES["yarn"], state), []
+    module, graphs = loaded(make(CASES["yarn"], group), state), []
 
     def backend(graph, inputs):
         graphs.append(graph)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import tp_ext
 from tests.helpers import oracle, ranks
-from tests.helpers.attention_cases import call
+from tests.helpers.attention_cases import assert_near, call, layer_step, whole
 from tests.helpers.latent_cases import (
     CASES,
     DEEPSEEK,
@@ -19,13 +19,10 @@ from tests.helpers.latent_cases import (
     LAYOUTS,
     SIZES,
     assert_dense,
-    assert_near,
     dense,
     known,
-    layer_step,
     make,
     reference,
-    whole,
 )
 from tests.helpers.meshes import mesh_of
 from tests.helpers.on_ranks import on_ranks
@@ -110,7 +107,7 @@ def test_output_and_all_gradients_are_those_of_transformers(name, sp, monkeypatc
     want = {"y": y.detach(), "dx": leaf.grad} | {name: p.grad for name, p in module.named_parameters()}
     for p in (1, 2, 3, 4):
         how = "tokens" if sp else "batch"
-        assert_near(whole(ranks.run(layer_step, p, options, state, x, g, [n] * batch, how, sp), sp), want)
+        assert_near(whole(ranks.run(layer_step, p, make, options, state, x, g, [n] * batch, how, sp), sp), want)
 
 
 # Initial weights, and state of any number of ranks
