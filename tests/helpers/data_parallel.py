@@ -2,25 +2,21 @@
 of which each data-parallel rank holds its share, and the same training in one process.
 """
 
+import functools
+
 import torch
 from gpt import GPT, GPTConfig
 from torch import nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers.dtypes import default_dtype
-from tests.helpers.meshes import once_per_rank
+from tests.helpers.meshes import mesh_of
 from tests.helpers.models import RichModel
 
 VOCAB, BATCH, SEQ = 31, 2, 5  # of one microbatch of one data-parallel rank
-
-
-@once_per_rank
-def mesh(dp, tp):
-    """One for the life of the ranks."""
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+mesh = functools.partial(mesh_of, names=("dp", "tp"))
 
 
 def make(kind, group, sequence_parallel):

@@ -34,3 +34,7 @@ def mesh_of(*sizes, names=AXES):
     if names == AXES:
         return tp_ext.init_mesh("cpu", **dict(zip(AXES, sizes, strict=True)))
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def xy_mesh(x, y=1):
+    return mesh_of(x, y, names=("x", "y"))

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import tp_ext
 from tests.helpers import ranks, simulated
+from tests.helpers.meshes import xy_mesh
 from tests.helpers.on_ranks import on_ranks
 from tests.mesh_program.cases import CREATED_WITH_OUT, IN_PLACE, OPERATORS, READS, UNEVEN, WRITES
 from tp_ext import P, lax
@@ -20,10 +21,6 @@ X = P("x")
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def _mesh(x, y=1):
-    return dist.init_device_mesh("cpu", (x, y), mesh_dim_names=("x", "y"))
-
-
 def _over(mesh, function, in_specs=X, out_specs=X, **options):
     return tp_ext.spmd(mesh, in_specs=in_specs, out_specs=out_specs, **options)(function)
 
@@ -31,7 +28,7 @@ def _over(mesh, function, in_specs=X, out_specs=X, **options):
 @on_ranks(1, backend="gloo", timeout=300)
 def test_operators(group):
     """Eager and compiled, as of plain tensors."""
-    mesh = _mesh(1)
+    mesh = xy_mesh(1)
     for bits, x in (False, torch.tensor([1.0, 2.0, 3.5, 4.0])), (True, torch.tensor([1, 2, 3, 4])):
         functions = {name: function for name, (function, of_bits) in OPERATORS.items() if of_bits == bits}
 
@@ -46,7 +43,7 @@ def test_operators(group):
 
 @on_ranks(2)
 def test_writes_and_reads_of_what_varies_are_refused(group):
-    mesh, unseen = _mesh(2), []
+    mesh, unseen = xy_mesh(2), []
     for name, write in WRITES.items():
         u = torch.zeros(4, 3)
         try:
@@ -98,7 +95,7 @@ def _out_names():
 @on_ranks(2, backend="gloo", timeout=300)
 def test_all_in_place_and_out_operators_of_torch_are_refused(group):
     """Names of operators of torch whose writes are not refused, and the number that are."""
-    mesh, plain = _mesh(2), torch.arange(12.0).view(4, 3) + 1
+    mesh, plain = xy_mesh(2), torch.arange(12.0).view(4, 3) + 1
     unseen, seen = [], 0
     for name in [*IN_PLACE, *_out_names()]:
         out = name not in IN_PLACE
@@ -134,7 +131,7 @@ def test_all_in_place_and_out_operators_of_torch_are_refused(group):
 @on_ranks()
 def test_results_of_uneven_shards(group):
     p, x = group.size(), torch.arange(20.0, dtype=torch.float64).view(10, 2).requires_grad_()
-    mesh = _mesh(p)
+    mesh = xy_mesh(p)
     for name, case in UNEVEN.items():
         want = case.want(x, p)
         full = _over(mesh, case.program, case.in_spec)(x)
@@ -150,7 +147,7 @@ def test_results_of_uneven_shards(group):
 
 @on_ranks(2, backend="gloo")
 def test_shards_that_do_not_fit_together_are_an_error_on_all_ranks(group):
-    mesh, x, rank = _mesh(2), torch.ones(4, 6), group.rank()
+    mesh, x, rank = xy_mesh(2), torch.ones(4, 6), group.rank()
     for function, message in (
         (lambda a: a[:, : 2 + rank], r"out_specs: dim 1 of the ranks' shards must have one length along axis 'x'"),
         (lambda a: a if rank else a[None], r"out_specs: the ranks' shards .* must have one dtype and number of dims"),
@@ -178,7 +175,7 @@ PERMUTATIONS = {
 
 
 def _permutations(group, x, y):
-    mesh, p = _mesh(x, y), x * y
+    mesh, p = xy_mesh(x, y), x * y
     value = torch.randn(p * 2, 3, dtype=torch.float64, requires_grad=True)
     for axes, (name, perm) in itertools.product((("x", "y"), ("y", "x")), PERMUTATIONS.items()):
         perm = [pair for pair in perm if max(pair) < p]
@@ -198,7 +195,7 @@ def test_permutations_over_two_axes(x, y):
 
 
 def _exchanges(group, x, y):
-    mesh, p = _mesh(x, y), x * y
+    mesh, p = xy_mesh(x, y), x * y
     value = torch.randn(2 * p, 2 * p, 3, dtype=torch.float64, requires_grad=True)
     for axes, one, other in itertools.product((("x", "y"), ("y", "x")), (0, 1), (0, 1, -1)):
         if one == other:
@@ -226,7 +223,7 @@ def test_exchanges_over_two_axes(x, y):
 @on_ranks(2)
 def test_dtypes(group):
     """psum, pmean, pmax, pmin of all ranks' values, for every dtype: numbers by stack, booleans counted."""
-    mesh = _mesh(2)
+    mesh = xy_mesh(2)
     values = torch.tensor([[3.0, 1.0, 0.0], [1.0, 2.0, 0.0]])
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64):
         x = values.to(dtype)
@@ -267,11 +264,11 @@ def _structures(group):
         ("ppermute", ([(0, 1), (1, 0)],), a.roll(2)),
     ):
         spec = P() if len(want) == 2 and name != "psum_scatter" else P("x")
-        found = _over(_mesh(2), lambda v, n=name, r=arguments: getattr(tp_ext, n)(v, "x", *r), (P("x"),), spec)(value)
+        found = _over(xy_mesh(2), lambda v, n=name, r=arguments: getattr(tp_ext, n)(v, "x", *r), (P("x"),), spec)(value)
         assert all(torch.equal(one, want) for one in (found["a"], found["b"][0], found["b"][1][0])), name
     numbers = []
     _over(
-        _mesh(2),
+        xy_mesh(2),
         lambda a: numbers.extend(f(3, "x") for f in (lax.psum, lax.pmean, lax.pmax, lax.pmin)) or a,
     )(a)
     assert numbers == [6, 3.0, 3, 3]
@@ -285,7 +282,7 @@ def test_structures_and_numbers(run):
 @on_ranks(2)
 def test_second_derivatives_of_pmax_and_pmin(group):
     """Of pmax and pmin as of amax and amin over the ranks' values: equal ones, some equal, all different, alike."""
-    mesh, p = _mesh(group.size()), group.size()
+    mesh, p = xy_mesh(group.size()), group.size()
     generator = torch.Generator().manual_seed(0)
     for values in (torch.full((p, 3), 0.5), torch.randint(0, 2, (p, 3), generator=generator) + 0.5, torch.rand(p, 3)):
         for name, plain in (("pmax", torch.amax), ("pmin", torch.amin)):
@@ -322,7 +319,7 @@ PROGRAMS = {
 @on_ranks(2, backend="gloo")
 def test_transforms_around_a_map(group, check):
     """Around of a map: grad, vjp, jacrev, grad of grad, jvp of grad, vmap of grad and grad of vmap."""
-    mesh, x = _mesh(2), torch.randn(4, 2, dtype=torch.float64)
+    mesh, x = xy_mesh(2), torch.randn(4, 2, dtype=torch.float64)
     func = torch.func
     for name, (program, spec, plain) in PROGRAMS.items():
         if name == "mixed" and not check:
@@ -352,7 +349,7 @@ def test_transforms_around_a_map(group, check):
 @on_ranks(2, backend="gloo")
 def test_transforms_inside_of_a_map(group):
     """The gradient of a loss of all rows, with respect to weights that do not vary and rows that do."""
-    mesh, func = _mesh(2), torch.func
+    mesh, func = xy_mesh(2), torch.func
     w, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 
     def loss(w, x):
@@ -383,7 +380,7 @@ def test_transforms_inside_of_a_map(group):
 
 @on_ranks(4)
 def test_random_numbers_of_a_ranks_own(group):
-    mesh, both = _mesh(2, 2), P(("x", "y"))
+    mesh, both = xy_mesh(2, 2), P(("x", "y"))
 
     def draw(axis, spec, seed=3, function=torch.randn, arguments=(4,)):
         return _over(mesh, lambda a: lax.axis_random(axis, seed)(function, *arguments) + 0 * a.sum(), P(), spec)(

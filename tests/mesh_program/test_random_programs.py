@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.mesh_program.programs import ARGUMENTS, N, draw, interpret, run
 
 MESHES = [{"x": 1, "y": 1}, {"x": 2, "y": 1}, {"x": 1, "y": 3}, {"x": 2, "y": 2}]
@@ -13,7 +13,7 @@ SEEDS = 50
 
 
 def _compare(group, sizes, seeds, compiled):
-    mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(*sizes.values(), names=tuple(sizes))
     for seed in seeds:
         in_specs, steps, out_spec = draw(seed, sizes)
         torch.manual_seed(seed)

@@ -8,10 +8,10 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.mesh_program.programs import ARGUMENTS, N, draw, run
 from tests.mesh_program.test_random_programs import MESHES
 
@@ -37,7 +37,7 @@ def _cotangent(shape):
 
 
 def _ours(group, sizes):
-    mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(*sizes.values(), names=tuple(sizes))
     found = []
     for seed in _programs(sizes):
         in_specs, steps, out_spec = draw(seed, sizes)

@@ -5,22 +5,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import xy_mesh
 from tests.helpers.on_ranks import on_ranks
 from tp_ext import P, lax
 from tp_ext.mesh_program import scope
 from tp_ext.mesh_program.varying import VaryingValueError, axes_of
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def _mesh(x=2, y=1):
-    return dist.init_device_mesh("cpu", (x, y), mesh_dim_names=("x", "y"))
 
 
 def _random(*shape):
@@ -50,7 +46,7 @@ SPECS = (P(None, "x"), P("x"), P("y"))
 def _double_backward(group, x, y, features):
     torch.manual_seed(0)
     inputs = _random(4, features), _random(features, 3), _random(5, 4)
-    mapped = tp_ext.spmd(_mesh(x, y), in_specs=SPECS, out_specs=P("y"))(_mlp)
+    mapped = tp_ext.spmd(xy_mesh(x, y), in_specs=SPECS, out_specs=P("y"))(_mlp)
     _close(mapped(*inputs), _dense(*inputs), inputs)
 
 
@@ -64,7 +60,7 @@ def test_values_gradients_and_double_backward(x, y, features):
 def test_checkpointing_inside_and_outside(group):
     torch.manual_seed(0)
     inputs = _random(4, 6), _random(6, 3), _random(4, 4)
-    mesh = _mesh(2, 1)
+    mesh = xy_mesh(2, 1)
 
     def part(w1, w2, x):
         scale = lax.psum(lax.axis_index("x") + 1.0, "x")  # finds its axis when it is computed again, too
@@ -85,12 +81,12 @@ def test_checkpointing_inside_and_outside(group):
     want = torch.autograd.grad((3 * _dense(*inputs)).sin().sum(), inputs)
     for call in inside, twice, without_types, functools.partial(checkpoint, outside, use_reentrant=False):
         found = call(*inputs)
-        tp_ext.spmd(_mesh(1, 2), in_specs=P("y"), out_specs=P("y"))(torch.sin)(inputs[0])  # other axes of these names
+        tp_ext.spmd(xy_mesh(1, 2), in_specs=P("y"), out_specs=P("y"))(torch.sin)(inputs[0])  # other axes of these names
         torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), inputs), want, **CLOSE)
     found = inside(*inputs)
     with mock.patch.dict(scope._runs, clear=True):
-        tp_ext.spmd(_mesh(1, 2), in_specs=P("y"), out_specs=P("y"))(torch.sin)(inputs[0])
-        tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P("x"))(torch.sin)(inputs[0])
+        tp_ext.spmd(xy_mesh(1, 2), in_specs=P("y"), out_specs=P("y"))(torch.sin)(inputs[0])
+        tp_ext.spmd(xy_mesh(2, 1), in_specs=P("x"), out_specs=P("x"))(torch.sin)(inputs[0])
         with pytest.raises(ValueError, match=r"axis 'x' is one of several maps, .* checkpoint the map"):
             found.sum().backward()
 
@@ -98,7 +94,7 @@ def test_checkpointing_inside_and_outside(group):
 @on_ranks(4)
 def test_maps_inside_of_maps(group):
     torch.manual_seed(0)
-    mesh, (a, b) = _mesh(2, 2), (_random(4, 6), _random(6, 4))
+    mesh, (a, b) = xy_mesh(2, 2), (_random(4, 6), _random(6, 4))
 
     @tp_ext.spmd(mesh["y"], in_specs=(P(None, "y"), P("y")), out_specs=P())
     def contract(a, b):
@@ -117,7 +113,7 @@ def test_maps_inside_of_maps(group):
 @on_ranks(2)
 def test_full_tensors_dtensors_local_ones_and_structures(group):
     torch.manual_seed(0)
-    mesh, rank = _mesh(2, 1), group.rank()
+    mesh, rank = xy_mesh(2, 1), group.rank()
     w, x = _random(5, 3), _random(4, 5)
     sharded = DTensor.from_local(x.detach().chunk(2)[rank], mesh, [Shard(0), Replicate()]).requires_grad_()
     local = w.detach().tensor_split(2)[rank].requires_grad_()
@@ -149,7 +145,7 @@ def test_gradients_inside_of_a_map(group):
     torch.manual_seed(0)
     w, x = _random(3, 2), torch.randn(4, 3, dtype=torch.float64)
 
-    @tp_ext.spmd(_mesh(2, 1), in_specs=(P(), P("x")), out_specs=(P(), P("x")))
+    @tp_ext.spmd(xy_mesh(2, 1), in_specs=(P(), P("x")), out_specs=(P(), P("x")))
     def gradient(w, x):
         x = x.requires_grad_()
         loss = (x @ w).square().sum()  # of this rank's rows
@@ -167,7 +163,7 @@ def test_unchecked(group):
     torch.manual_seed(0)
     w, x = _random(3, 2), _random(4, 3)
 
-    @tp_ext.spmd(_mesh(2, 1), in_specs=(P(), P("x")), out_specs=P(), check=False)
+    @tp_ext.spmd(xy_mesh(2, 1), in_specs=(P(), P("x")), out_specs=P(), check=False)
     def loss(w, x):
         assert type(w) is torch.Tensor
         assert int(lax.axis_index("x")) == group.rank()
@@ -181,7 +177,7 @@ def test_collectives_are_those_of_the_megatron_mlp(group):
     """Forward one all-reduce; backward one for x, and the gathers of the gradients of the two full weights."""
     # Numbers of collectives and their bytes: none of what need not be sent.
     inputs = _random(4, 6), _random(6, 3), _random(4, 4)
-    mapped = tp_ext.spmd(_mesh(2, 1), in_specs=SPECS, out_specs=P("y"))(_mlp)
+    mapped = tp_ext.spmd(xy_mesh(2, 1), in_specs=SPECS, out_specs=P("y"))(_mlp)
     with tp_ext.debug.count_collectives() as counts:
         loss = mapped(*inputs).sum()
     forward = counts.by_kind()
@@ -194,12 +190,12 @@ def test_collectives_are_those_of_the_megatron_mlp(group):
 @on_ranks(2)
 def test_a_result_falsely_claimed_replicated_is_named_with_its_line(group):
     with pytest.raises(VaryingValueError, match=r"the result of .*test_spmd\.py:\d+ varies"):
-        tp_ext.spmd(_mesh(2, 1), in_specs=P("x"), out_specs=P())(lambda x: x + 1)(torch.ones(4))
+        tp_ext.spmd(xy_mesh(2, 1), in_specs=P("x"), out_specs=P())(lambda x: x + 1)(torch.ones(4))
 
 
 @on_ranks(2)
 def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
-    mesh, x = _mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    mesh, x = xy_mesh(2, 1), torch.ones(3, dtype=torch.float64, requires_grad=True)
     twice = tp_ext.spmd(mesh, in_specs=P(), out_specs=P())(lambda x: lax.psum(x, "x"))(x)
     assert torch.equal(twice, 2 * x) and torch.equal(torch.autograd.grad(twice.sum(), x)[0], torch.full((3,), 2.0))
     found = []
@@ -213,7 +209,7 @@ def test_psum_of_a_value_that_does_not_vary_and_of_numbers(group):
 @on_ranks(4)
 def test_several_axes(group):
     """Collectives over two axes: the first of the tuple is the outermost."""
-    mesh, both = _mesh(2, 2), ("x", "y")
+    mesh, both = xy_mesh(2, 2), ("x", "y")
     x = torch.arange(8.0, dtype=torch.float64)
 
     def over(function, in_spec, out_spec):

@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks, simulated
+from tests.helpers.meshes import xy_mesh
 from tests.helpers.on_ranks import on_ranks
 from tp_ext import P, lax, spmd
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def _mesh(x, y=1):
-    return dist.init_device_mesh("cpu", (x, y), mesh_dim_names=("x", "y"))
 
 
 def _over(mesh, function, in_spec, out_spec):
@@ -25,11 +22,11 @@ def _over(mesh, function, in_spec, out_spec):
 def _two_axes_uneven(group):
     x = torch.arange(35.0).view(7, 5)
     for spec in P("x", "y"), P(("x", "y")), P(("y", "x")), P(None, ("y", "x")), P("y", "x"):
-        assert torch.equal(_over(_mesh(2, 2), lambda a: a * 2, spec, spec)(x), 2 * x)
+        assert torch.equal(_over(xy_mesh(2, 2), lambda a: a * 2, spec, spec)(x), 2 * x)
     for axes in ("x", "y"), ("y", "x"), ("x",):
         for dim in 0, 1:
             gathered = functools.partial(lax.all_gather, axis=axes, dim=dim, invariant=True)
-            assert torch.equal(_over(_mesh(2, 2), gathered, P(*[None] * dim, axes), P())(x), x)
+            assert torch.equal(_over(xy_mesh(2, 2), gathered, P(*[None] * dim, axes), P())(x), x)
 
 
 UNEVEN_GATHERS = {  # by what they compute of all rows
@@ -44,7 +41,7 @@ UNEVEN_GATHERS = {  # by what they compute of all rows
 @pytest.mark.parametrize("p", [2, 3])
 @on_ranks()
 def test_gathers_of_uneven_shards(group):
-    mesh = _mesh(group.size())
+    mesh = xy_mesh(group.size())
     for rows, (name, (program, want)), invariant in itertools.product((1, 7), UNEVEN_GATHERS.items(), (True, False)):
         x = torch.arange(2.0 * rows, dtype=torch.float64).view(rows, 2).requires_grad_()
 
@@ -61,7 +58,7 @@ def test_gathers_of_uneven_shards(group):
 @pytest.mark.parametrize("p", [2, 3])
 @on_ranks()
 def test_other_collectives_of_uneven_shards(group):
-    mesh, x = _mesh(group.size()), torch.ones(7, 6)
+    mesh, x = xy_mesh(group.size()), torch.ones(7, 6)
     for name, function in {
         "psum": lambda a: lax.psum(a, "x"),
         "pmean": lambda a: lax.pmean(a, "x"),

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import init_device_mesh
 
 import tp_ext
 from tests.helpers import ranks
-from tests.helpers.meshes import once_per_rank
+from tests.helpers.meshes import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tp_ext import Layout, Part, Sharding, debug
 from tp_ext.random import Normal
@@ -79,15 +78,11 @@ class Model(nn.Module):
         return h + self.attention(self.norm(h))
 
 
-@once_per_rank
-def _mesh(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("x", "y"))
-
-
 def made(shape, seed=0):
     """The model over a mesh of this shape and its optimizer; shape None: unsharded, without a group."""
     torch.manual_seed(seed)
-    model = Model(None, None) if shape is None else Model(_mesh(shape)["x"], _mesh(shape)["y"])
+    mesh = {"x": None, "y": None} if shape is None else mesh_of(*shape, names=("x", "y"))
+    model = Model(mesh["x"], mesh["y"])
     # The gradient of the keys' bias is zero but for rounding, which the default eps would turn into whole steps
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 

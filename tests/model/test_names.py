@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 
 pytestmark = pytest.mark.core
 
@@ -130,7 +130,7 @@ def test_weights_do_not_depend_on_where_or_when_a_layer_is_built():
 
 
 def _on_a_mesh(group, shape, fsdp):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(*shape, names=("dp", "tp"))
     tp_ext.manual_seed(3, mesh)
     model = Model(mesh["tp"])
     if fsdp:

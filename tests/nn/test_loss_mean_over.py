@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.core
@@ -26,7 +26,7 @@ def _batches(number, valid):
 
 
 def _train(group, shape, valid, how):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
+    mesh = mesh_of(*shape, names=("dp", "cp", "tp"))
     index = mesh["dp"].get_local_rank() * shape[1] + mesh["cp"].get_local_rank()
     x, target = (one[index] for one in _batches(shape[0] * shape[1], valid))
     torch.manual_seed(1)

@@ -3,22 +3,15 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_ext
-from tests.helpers.meshes import once_per_rank
+from tests.helpers import data_parallel
 from tests.helpers.ranks import run, run_raises
 from tp_ext import debug
 
 pytestmark = pytest.mark.core
-
-
-@once_per_rank
-def _mesh(dp, tp):
-    """One for the life of the ranks."""
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def _model(group):
@@ -44,7 +37,7 @@ def test_ddp_over_tensor_parallel_ranks_is_refused_before_it_sends(p, inside):
 
 
 def _ddp_over_mesh(group, axis):
-    mesh = _mesh(2, 2)
+    mesh = data_parallel.mesh(2, 2)
     model = _model(mesh["tp"])
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     DistributedDataParallel(model, process_group={"dp": mesh["dp"].get_group(), "world": None, "tp": group}[axis])
@@ -77,7 +70,7 @@ def test_ddp_that_mixes_nothing_is_taken():
 
 
 def _found(group, kind):
-    mesh = _mesh(2, 2)
+    mesh = data_parallel.mesh(2, 2)
     torch.manual_seed(group.rank() // 2)
     model = _model(mesh["tp"])
     if kind == "fsdp":
@@ -102,7 +95,7 @@ def test_check_finds_wraps_that_mix():
 
 
 def _drift_under_fsdp(group, where):
-    mesh = _mesh(2, 2)
+    mesh = data_parallel.mesh(2, 2)
     model = nn.Sequential(
         tp_ext.ParallelAttention(8, 2, num_kv_heads=1, group=mesh["tp"]), tp_ext.RMSNorm(8, group=mesh["tp"])
     )

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_ext
 from tests.helpers import ranks
+from tests.helpers.meshes import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import counts_by_kind, gathered, local_grads
 
@@ -207,7 +207,7 @@ def test_one_number_is_sent():
 
 def _step(group, overflowing, data):
     """Returns whether a step with an infinite gradient of a shard on rank `overflowing` changed anything; the scale."""
-    mesh = init_device_mesh("cpu", (data, group.size() // data), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(data, group.size() // data, names=("dp", "tp"))
     tp = mesh["tp"]
     model = nn.Sequential(
         tp_ext.RMSNorm(4, group=tp), tp_ext.ParallelMLP(4, 8, group=tp), tp_ext.ColumnParallelLinear(4, 4, group=tp)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tp_ext
 from tests.helpers.invariant_model import SIZES, Model
+from tests.helpers.meshes import mesh_of
 from tests.helpers.ranks import run, run_fresh
 
 pytestmark = pytest.mark.core
@@ -72,8 +72,7 @@ def test_the_same_bits_for_every_number_of_data_ranks(options, again):
 
 
 def _on_processes(group, dp, tp, **options):
-    mesh = dist.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    return _trained(group.rank(), mesh, **options)
+    return _trained(group.rank(), mesh_of(dp, tp, names=("dp", "tp")), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import tp_ext
 from tests.helpers import ranks
 from tests.helpers.dtypes import default_dtype
+from tests.helpers.meshes import mesh_of
 from tests.helpers.on_ranks import on_ranks
 
 VOCAB, MICRO, STEPS = 13, 2, 2
@@ -130,7 +131,7 @@ def _compare(make, tp, parts, mine, over, bound):
 @on_ranks(4, backend="gloo")
 def test_every_stage_trains_as_one_process(group):
     """Two microbatches a step, of which the first reduces nothing; the ranks have unequal numbers of tokens."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     for stage in STAGES:
         bound = 1e-4 if stage == "mixed" else 1e-11
         own = [mesh["dp"].get_local_rank()]
@@ -139,7 +140,7 @@ def test_every_stage_trains_as_one_process(group):
 
 @on_ranks(4)
 def test_hsdp_trains_as_one_process(group):
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = mesh_of(2, 2, 1, names=("replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]
 
     def make(model):

@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import tp_ext
 from tests.helpers import oracle, ranks
 from tests.helpers.attention_cases import CASES, HIDDEN, KNOWN, make
-from tests.helpers.meshes import once_per_rank
+from tests.helpers.meshes import mesh_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.oracle import gathered, local_grads
 from tp_ext import ContextLayout
@@ -24,16 +23,11 @@ pytestmark = pytest.mark.core
 PACKED = [5, 0, 13, 1, 2]
 
 
-@once_per_rank  # a rank's process runs many cases
-def _mesh(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp"))
-
-
 class Setting:
     """A rank's layer and layout on a mesh of cp x tp ranks."""
 
     def __init__(self, shape, options, state, lengths, batch=None, sp=False, **more):
-        mesh = _mesh(shape)
+        mesh = mesh_of(*shape, names=("cp", "tp"))
         self.cp, self.tp, self.sp, self.batch = mesh["cp"], mesh["tp"], sp, batch
         self.module = make(options, self.tp, sequence_parallel=sp, context_group=self.cp, **more)
         tp_ext.load_full_state_dict(self.module, state, group=self.tp)
