@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import tp_ext
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.same_values import same_gradients
 from tp_ext import auto
 
 
@@ -63,8 +63,4 @@ def test_what_code_writes_into_sharded_logits_is_written_into_all_of_them(group,
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
     expected.square().sum().backward()
     found.square().sum().backward()
-    layouts, own = dict(tp_ext.layouts(sharded)), dict(sharded.named_parameters())
-    for name, parameter in dense.named_parameters():
-        whole = parameter.grad
-        shard = layouts[name].shard(whole) if layouts.get(name) else whole
-        torch.testing.assert_close(own[name].grad, shard, rtol=1e-11, atol=1e-12)
+    same_gradients(dense, sharded, rtol=1e-11, atol=1e-12)

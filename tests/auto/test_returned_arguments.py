@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tp_ext
+from tests.helpers.same_values import same_gradients
 from tests.helpers.simulated import run
 
 X = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -83,10 +84,6 @@ def test_is_that_of_the_unsharded_model(form: str, nested: bool) -> None:
         applied = copy.deepcopy(model)
         tp_ext.auto.apply(plan, applied, group)
         torch.testing.assert_close(_trained(applied), expected, rtol=1e-10, atol=1e-12)
-        layouts = dict(tp_ext.layouts(applied))
-        for name, parameter in applied.named_parameters():
-            gradient = dense.get_parameter(name).grad
-            gradient = layouts[name].shard(gradient) if name in layouts else gradient
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+        same_gradients(dense, applied, rtol=1e-10, atol=1e-12)
 
     run(sharded, 2)
