@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.same_values import same_values
-from tests.helpers.simulated import run
 from tp_ext import auto
 
 close = {"rtol": 1e-10, "atol": 1e-11}
@@ -227,7 +226,12 @@ class Modes(nn.Module):
         return self.norm(y.flatten(0, 1)).view_as(y) if self.kind == "batch norm" else y
 
 
-def _in_modes(group: Any, kind: str, prove: Any, planned: bool, applied: bool) -> None:
+@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("kind", ["dropout", "batch norm", "softmax in train", "softmax in eval"])
+@pytest.mark.parametrize("prove", ["values", "shapes", False])
+@on_ranks(2)
+def test_a_mode_that_the_plan_does_not_show(group: Any, kind: str, prove: Any, planned: bool, applied: bool) -> None:
     torch.manual_seed(0)
     model, x = Modes(kind).double().train(planned), torch.randn(3, 5, WIDTH, dtype=torch.float64)
     plan = auto.plan(model, (x,), 2, prove=prove)
@@ -247,11 +251,3 @@ def _in_modes(group: Any, kind: str, prove: Any, planned: bool, applied: bool) -
             _compare(model, sharded, x)
         else:
             sharded(x).sum().backward()
-
-
-@pytest.mark.parametrize("kind", ["dropout", "batch norm", "softmax in train", "softmax in eval"])
-@pytest.mark.parametrize("prove", ["values", "shapes", False])
-def test_a_mode_that_the_plan_does_not_show(kind: str, prove: Any) -> None:
-    for planned in (True, False):
-        for applied in (True, False):
-            run(_in_modes, 2, kind, prove, planned, applied)
