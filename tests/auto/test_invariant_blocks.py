@@ -204,8 +204,9 @@ REFUSED = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("p", [3, 1])
 def test_what_depends_on_the_ranks_is_refused(case: str, p: int) -> None:
     model, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"invariant_blocks: .*{message}.*; hints={{'.*weight': 'whole'}}"):

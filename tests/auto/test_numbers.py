@@ -174,7 +174,8 @@ FLOATS: dict[str, tuple[Callable[..., Tensor], Tensor, list[Tensor], list[Tensor
 }
 
 
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("p", [3, 2])
 @pytest.mark.parametrize("row", FLOATS)
 @on_ranks()
 def test_a_number_of_a_floating_point_argument(group: Any, row: str) -> None:

@@ -63,7 +63,8 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("p", [3, 2, 1])
 @pytest.mark.parametrize(("made", "example", "number"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_runs_in_some_modes_is_proven_in_these(made: Any, example: Any, number: int, p: int):
     torch.manual_seed(0)
