@@ -85,7 +85,7 @@ def check(p, want, *args, **options):
 
 SHAPES = [(2, 6, 24, torch.float32), (1, 12, 48, torch.bfloat16)]
 EVERY = pytest.mark.parametrize("shape", SHAPES, ids=["fp32", "bf16"])
-EVERY_P = pytest.mark.parametrize("p", [1, 2, 3, 4])
+EVERY_P = pytest.mark.parametrize("p", [4, 3, 2, 1])
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
 
@@ -98,6 +98,7 @@ def small(sp, h, dtype, norm_parameters=1):
     return {(AR, h * dtype.itemsize): 2 * norm_parameters + 2} if sp else {}
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @EVERY_P
 def test_tensor_parallel_four_all_reduces(p, shape):
@@ -105,6 +106,7 @@ def test_tensor_parallel_four_all_reduces(p, shape):
     assert check(p, {(AR, S): 4}, False, *shape) == Fraction(8 * (p - 1), p) * S
 
 
+@pytest.mark.thinned(1)
 @EVERY
 @EVERY_P
 def test_sequence_parallel_the_same_bytes_and_two_gathers_more(p, shape):
@@ -145,6 +147,7 @@ def test_inference_half(p, sp, shape):
     assert wire == Fraction(4 * (p - 1), p) * S
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("s", [13, 7, 2])
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_uneven_tokens_send_their_padding(p, s):
@@ -168,6 +171,7 @@ def test_copied_kv_heads_and_head_norms_are_summed(p, kv, sp):
     check(p, want, sp, *SHAPES[0], attention={"num_kv_heads": kv, "qk_norm": True})
 
 
+@pytest.mark.thinned(1)
 @BOTH
 @EVERY_P
 def test_adapters_are_r_wide_and_frozen_layers_gather_no_more(p, sp):

@@ -56,6 +56,7 @@ def _counted(call):
         call()
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="/proc/self/io is Linux's")
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @on_ranks(2, 3, backend="gloo")

@@ -58,7 +58,6 @@ CLASSES = {
 }
 # Each option once, and each family; the others with --exhaustive
 BY_DEFAULT = {
-    "plain",
     "patterns, rank-stabilised",
     "DoRA of Phi-3",
     "a tied embedding",

@@ -69,6 +69,7 @@ def _drops(name):
 CASES = [(name, drop) for name in NORMS for drop in _drops(name)]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize(("name", "drop"), CASES)
 def test_norms(name, drop, p):
