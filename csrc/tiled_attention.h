@@ -10,6 +10,9 @@
 
 namespace tp_ext {
 
+// Whether oneDNN multiplies tiles here: the processor has AVX-512
+bool has_tiled_attention_cpu();
+
 // y = softmax(scale q k^T) v and lse [batch, heads, queries], the logarithm of the sums: q [batch,
 // heads, queries, width], k and v with as many heads or fewer, v and y with v_width. causal: as many
 // keys as queries, each query's up to its own. y's memory has heads behind tokens, as torch's.

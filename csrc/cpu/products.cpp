@@ -24,6 +24,7 @@
 #include <sstream>
 
 #include "check.h"
+#include "tiled_attention.h"
 
 // MKL's own function, which torch's library exports where it contains MKL
 extern "C" int mkl_serv_cbwr_get(int option) __attribute__((weak));
@@ -198,7 +199,7 @@ bool attend(const Tensor& q, const Tensor& k, const Tensor& v) {
   // Its threads share heads of k, torch's in forward queries, too. A user may ask for torch's formula
   if (q.size(0) * k.size(1) < at::get_num_threads() || !at::globalContext().userEnabledFlashSDP())
     return false;
-  return is_onednn(q.numel() / q.size(3), q.size(3), k.size(2));
+  return is_onednn(q.numel() / q.size(3), q.size(3), k.size(2)) && has_tiled_attention_cpu();
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {

@@ -115,6 +115,20 @@ struct Shape {
 
 }  // namespace
 
+// torch's function raises where it has none
+bool has_tiled_attention_cpu() {
+  static const bool result = [] {
+    float a = 1, b = 1, c = 0;
+    try {
+      at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, false, &a, &b, &c);
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
+  }();
+  return result;
+}
+
 std::tuple<Tensor, Tensor> tiled_attention_cpu(const Tensor& q_given, const Tensor& k_given,
                                                const Tensor& v_given, double scale, bool causal) {
   const Tensor q = of_whole_rows(q_given), k = of_whole_rows(k_given), v = of_whole_rows(v_given);
