@@ -32,7 +32,9 @@ def find_summed_calls(flow: Flow) -> None:
         factor = _factor(types, step)
         # Indices alone come of it, as of a codebook, whose code makes other calls in eval mode
         ids = {id(t) for t in step.outputs} & record.differentiable
-        if ids and ids.isdisjoint((*types.used, *types.outputs, *types.sharded)):
+        made = [t for id_ in ids for place in record.uses.get(id_, ()) for t in record.steps[place].outputs]
+        has_gradient = not ids.isdisjoint((*types.used, *types.outputs, *types.sharded))
+        if not has_gradient and any(not t.is_floating_point() for t in made):
             text = f"the result of {step.reason} has no gradient"
             flow.problems.append(Problem(step.module, text))
             continue
