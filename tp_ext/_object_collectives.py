@@ -43,7 +43,7 @@ def as_builtin_error(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _attempt(act: Callable[[], T]) -> tuple[Exception | None, tuple[Exception | None, T | None]]:
+def attempt(act: Callable[[], T]) -> tuple[Exception | None, tuple[Exception | None, T | None]]:
     """Calls ``act``. Returns its error, or None; and (the error in a form that can be pickled, the result)."""
     try:
         return None, (None, act())
@@ -57,7 +57,7 @@ def call_and_gather(process_group: ProcessGroup | None, act: Callable[[], T]) ->
 
     Communicates: one all-gather of objects.
     """
-    failure, outcome = _attempt(act)
+    failure, outcome = attempt(act)
     outcomes = all_gather_objects(outcome, process_group)
     if errors := [error for error, _ in outcomes if error is not None]:
         raise _error_to_raise(errors) from failure
@@ -134,7 +134,7 @@ def call_and_combine(
 
     Communicates: one gather and one scatter of objects.
     """
-    failure, outcome = _attempt(act)
+    failure, outcome = attempt(act)
     answers: list[tuple[Exception | None, Any]] = []
     outcomes = _gather_objects(outcome, process_group)
     if outcomes is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tp_ext._object_collectives import call_and_combine, is_alive, true_on_any_rank
+from tp_ext._object_collectives import attempt, call_and_combine, is_alive, true_on_any_rank
 from tp_ext.checkpoint.save_plan import GlobalPlan, RankPlan
 from tp_ext.common_generator import device_of
 
@@ -46,11 +46,7 @@ def exchange_plans(
         del _last[destroyed]
     last = _last.pop(name, None)  # put back below if all has gone well: after an error plans are exchanged anew
     combined: list[tuple[list[RankPlan], GlobalPlan]] = []
-    plan, failure = None, None
-    try:
-        plan = prepare()
-    except Exception as error:  # of any kind: the other ranks must not wait
-        failure = error
+    failure, (_, plan) = attempt(prepare)  # the other ranks must not wait
     changed = last is None or plan != last.own
     # By the values of all: a rank that exchanges plans while another does not would wait for it
     if group is None:
