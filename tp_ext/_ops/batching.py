@@ -77,6 +77,7 @@ def _refuse_accumulation(*_: Any) -> _Result:
     raise NotImplementedError("tp_ext: gradients of parameters under torch.vmap cannot be added to main_grad")
 
 
+# Without a rule torch runs the operator a slice at a time, with the collectives of each: the ranks would wait
 def _refuse_draws(*_: Any) -> _Result:
     raise NotImplementedError("tp_ext: vocab_parallel_sample under torch.vmap would draw each slice by another seed")
 

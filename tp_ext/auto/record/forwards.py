@@ -24,18 +24,23 @@ class InstanceForward:
         self.own = vars(module).get("forward")
 
     @property
+    def _called(self) -> Any:
+        """The forward that :meth:`run_own` calls."""
+        return type(self.module).forward.__get__(self.module) if self.own is None else self.own
+
+    @property
     def __signature__(self) -> inspect.Signature:
         """The arguments of the forward that it calls: exports, trainers and ``generate`` ask for them."""
-        return inspect.signature(type(self.module).forward.__get__(self.module) if self.own is None else self.own)
+        return inspect.signature(self._called)
 
     @property
     def __code__(self) -> CodeType:
         """The code of the forward that it calls: ``torch.export`` names its line."""
-        return (type(self.module).forward if self.own is None else self.own).__code__
+        return self._called.__code__
 
     def run_own(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the forward that the instance had of its own, else that of its class."""
-        if self.own is None:
+        if self.own is None:  # without a bound method, which a traced call would have to make
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.own(*args, **kwargs)
 

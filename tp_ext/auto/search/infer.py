@@ -73,6 +73,7 @@ class InferredTypes:
         self.stop: dict[int, int] = {}  # id -> the end of the call in which the tensor is partial
         self.used: dict[int, list[tuple[int, Types]]] = {}
         self.partial_sums: set[int] = set()
+        self.working: list[bool] = []
         self.problems: list[Problem] = []
         for step in record.steps:
             if step.is_loss:
@@ -85,7 +86,6 @@ class InferredTypes:
                 self.of_partial(step)
         self.check_divided()
         self.check_outputs()
-        self.working = [self.works_sharded(step) for step in record.steps]
 
     def contracts(self, step: Step) -> bool:
         return not atoms_in(step.contracted).isdisjoint(self.atoms)
@@ -249,7 +249,8 @@ class InferredTypes:
         return not step.is_loss and self.contracts(step) and self.roles.get(step.module) not in ("row", "vocab")
 
     def narrow(self, local: set[int]) -> None:
-        """Leaves whole the tensors that no shard reaches, of which modules take slices: their gradients are partial."""
+        """Leaves whole the tensors that no shard reaches, of which modules take slices: their gradients are partial.
+        Finds the operators that work on shards."""
         self.sharded &= local | self.record.parameters.keys()
         self.working = [self.works_sharded(step) for step in self.record.steps]
 
@@ -273,8 +274,8 @@ class InferredTypes:
         """The other replicated tensors, by id, that share the memory of one when an operator writes into it."""
         record = self.record
         views = record.memory_of(tensor) if record.writes else []
-        made = {id_: record.maker[id_].place if id_ in record.maker else -1 for id_ in views if id_ != id(tensor)}
-        return [id_ for id_, at in made.items() if at < place and id_ not in self.sharded]
+        places = {id_: record.maker[id_].place if id_ in record.maker else -1 for id_ in views if id_ != id(tensor)}
+        return [id_ for id_, made_at in places.items() if made_at < place and id_ not in self.sharded]
 
     def last_write(self, tensor: Tensor) -> int:
         """The place of the last operator that writes into the memory of a tensor; -1: none does."""

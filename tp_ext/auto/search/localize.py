@@ -162,6 +162,7 @@ class Localized:
                 model.get_submodule(name).forward = _LogitsOf(features)
             for name, role in self.edits.roles.items():
                 module = model.get_submodule(name)
+                # What the layer in its place would read of another shape
                 if role == "column" and is_conv1d(module):
                     module.nf = shapes[f"{name}.weight"][1]  # type: ignore[assignment]
                 elif role == "vocab":

@@ -58,6 +58,7 @@ def outputs_of(
         if not call.module or not tensors:
             continue
         tensor, name = tensors[0], call.module
+        # A result that is summed is partial, whatever else it is: its module's own sum makes it whole
         is_local = id(tensor) in flow.local or name in heads
         lengths = [local_length(dim, sizes) for dim in record.dims_of(tensor)] if is_local else tensor.shape
         state = "partial" if name in summed else "sharded" if is_local else "replicated"

@@ -32,9 +32,9 @@ def find_summed_calls(flow: Flow) -> None:
         factor = _factor(types, step)
         # Indices alone come of it, as of a codebook, whose code makes other calls in eval mode
         ids = {id(t) for t in step.outputs} & record.differentiable
-        made = [t for id_ in ids for place in record.uses.get(id_, ()) for t in record.steps[place].outputs]
-        has_gradient = not ids.isdisjoint((*types.used, *types.outputs, *types.sharded))
-        if not has_gradient and any(not t.is_floating_point() for t in made):
+        users = [record.steps[place] for id_ in ids for place in record.uses.get(id_, ())]
+        has_gradient = any(id_ in types.used or id_ in types.outputs or id_ in types.sharded for id_ in ids)
+        if not has_gradient and any(not t.is_floating_point() for user in users for t in user.outputs):
             text = f"the result of {step.reason} has no gradient"
             flow.problems.append(Problem(step.module, text))
             continue
