@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.core, pytest.mark.parametrize("p", range(1, 9))]
 
 
 def outcome(function, *args):
-    """What a function returns, or the first line of its error."""
+    """Returns the result of a function, or the first line of its error."""
     try:
         return function(*args)
     except (ValueError, RuntimeError) as error:
@@ -34,15 +34,15 @@ def test_spans(p):
 
 def test_parts_of_heads(p):
     for heads, kv_heads in itertools.product(range(1, 18), range(1, 18)):
-        found, wanted = outcome(library.head_parts, heads, kv_heads, 3, p), outcome(head_parts, heads, kv_heads, 3, p)
-        assert found == (wanted if isinstance(wanted, str) else tuple(map(numbers, wanted))), (heads, kv_heads)
+        ours, wanted = outcome(library.head_parts, heads, kv_heads, 3, p), outcome(head_parts, heads, kv_heads, 3, p)
+        assert ours == (wanted if isinstance(wanted, str) else tuple(map(numbers, wanted))), (heads, kv_heads)
 
 
 def test_columns_of_a_vocabulary(p):
     for rank, width, size in itertools.product(range(p), range(12), (None, *range(1, 30))):
-        found = outcome(library.vocab_columns, width, size, rank, p)
+        columns = outcome(library.vocab_columns, width, size, rank, p)
         wanted = outcome(vocab_columns, width, size, ParallelGroup("", p, rank), "logits")
-        if isinstance(found, str):  # Python's error goes on
-            assert wanted.startswith(found), (rank, width, size)
+        if isinstance(columns, str):  # Python's error goes on
+            assert wanted.startswith(columns), (rank, width, size)
         else:
-            assert tuple(found) == wanted, (rank, width, size)
+            assert tuple(columns) == wanted, (rank, width, size)

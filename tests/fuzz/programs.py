@@ -105,7 +105,7 @@ def input_of(config: dict, size: tuple[int, int]) -> tuple[Tensor]:
 
 
 def on_rank(group, config: dict, prove: str) -> tuple[list[str], float, str]:
-    """What differs on this rank, the share of elements that is sharded, and why parameters stayed whole."""
+    """Returns the differences on this rank, the share of elements that is sharded, and the table of the plan."""
     model, reference, p = build(config), build(config), config["p"]
     plan = tp_ext.auto.plan(model, input_of(config, EXAMPLE), p, prove=prove, **config["options"])
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -113,31 +113,40 @@ def on_rank(group, config: dict, prove: str) -> tuple[list[str], float, str]:
     tp_ext.auto.apply(plan, model, group)
     wrong = []
     for size in OTHERS:
-        found = differences_of_models(reference, model, input_of(config, size))
-        wrong += [f"{size}: {name} differs by {error:.1e}" for error, name in found if not error <= BOUND]
+        differences = differences_of_models(reference, model, input_of(config, size))
+        wrong += [f"{size}: {name} differs by {error:.1e}" for error, name in differences if not error <= BOUND]
     return wrong, share, str(plan)
 
 
 def check(config: dict, prove: str = "values") -> tuple[list[str], float, str]:
-    """What differs on the first rank where something does, share and table of the plan."""
+    """Returns the results of :func:`on_rank` on the first rank that has differences, else on rank 0."""
     results = run(on_rank, config["p"], config, prove)
     return next((result for result in results if result[0]), results[0])
 
 
 def verdict(config: dict, prove: str = "values") -> tuple[Failure | None, float, str]:
-    """The failure, if there is one, share and table of the plan."""
+    """Returns the failure, if there is one, share and table of the plan."""
     try:
         wrong, share, table = check(config, prove)
-    except Exception as error:
+    except Exception as error:  # of any kind: the program is the failure, and the next ones are to run
         wrong, share, table = [f"rank ?: {type(error).__name__}: {error}"], 0.0, ""
     return Failure(config, wrong, config["p"], "tests.fuzz.programs") if wrong else None, share, table
 
 
-def simpler(config: dict) -> Iterator[dict]:
+def simpler(config: dict) -> list[dict]:
+    """Returns the programs of :func:`candidates` that are others and whose widths fit together."""
+    return [program for program in candidates(config) if program != config and fits(program)]
+
+
+def failure_of(config: dict, prove: str) -> Failure | None:
+    return verdict(config, prove)[0]
+
+
+def candidates(config: dict) -> Iterator[dict]:
     """Programs without one of the instructions, whose first value stands for its result."""
     code, results = config["code"], config["results"]
     if len(results) > 1:
-        yield from (config | {"results": [one]} for one in results)
+        yield from (config | {"results": [result]} for result in results)
     for i in range(len(code)):
         new = {value: value - (value > i) for value in range(len(code) + 1)} | {i + 1: code[i][1][0]}
         left = [
@@ -151,15 +160,11 @@ def simpler(config: dict) -> Iterator[dict]:
         yield config | {"code": [*code[:i], (name, taken, n, None), *code[i + 1 :]]}
 
 
-def _simpler(config: dict) -> list[dict]:
-    return [one for one in simpler(config) if one != config and fits(one)]
-
-
 def fits(config: dict) -> bool:
     """Returns whether the widths of a program fit together."""
     try:
         Program(config)
-    except Exception:
+    except Exception:  # torch's operators raise errors of several types for shapes that do not fit
         return False
     return bool(config["code"])
 
@@ -178,8 +183,8 @@ def main() -> None:
         shares.append(share)
         if failure is not None:
             failures += 1
-            end = time.monotonic() + 60
-            print(reduced(failure, _simpler, lambda one: verdict(one, options.prove)[0], end), flush=True)
+            fails, deadline = functools.partial(failure_of, prove=options.prove), time.monotonic() + 60
+            print(reduced(failure, simpler, fails, deadline), flush=True)
         if options.config:
             print(table)
         elif len(shares) % 100 == 0:
